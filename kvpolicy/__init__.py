@@ -1,0 +1,59 @@
+"""kvpolicy: composable KV-cache eviction policies for Hugging Face decoders.
+
+Importing it loads neither torch nor transformers; every public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvpolicy.config import load
+    from kvpolicy.errors import KVPolicyError
+    from kvpolicy.hookspecs import hookimpl
+    from kvpolicy.plugin import Numbers, Score, Scores, settings
+    from kvpolicy.policy import Budget, Policy
+    from kvpolicy.types import LayerView, Needs, Plan, Selection
+
+_HOME = {
+    "load": "config",
+    "KVPolicyError": "errors",
+    "hookimpl": "hookspecs",
+    "Numbers": "plugin",
+    "Score": "plugin",
+    "Scores": "plugin",
+    "settings": "plugin",
+    "Budget": "policy",
+    "Policy": "policy",
+    "LayerView": "types",
+    "Needs": "types",
+    "Plan": "types",
+    "Selection": "types",
+}
+
+__all__ = [
+    "Budget",
+    "KVPolicyError",
+    "LayerView",
+    "Needs",
+    "Numbers",
+    "Plan",
+    "Policy",
+    "Score",
+    "Scores",
+    "Selection",
+    "hookimpl",
+    "load",
+    "settings",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvpolicy' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"kvpolicy.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,162 @@
+"""The attention function and its mask twin, registered under our own names while a session is active.
+
+The function computes nothing by itself where it can hand over: it cuts the mask to the slots each head holds, and
+calls the attention function that the model had chosen.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.step import Step, step_of
+
+PREFIX = "kvpolicy_"
+SUPPORTED = ("sdpa", "eager")
+
+# Keywords that change the scores themselves: with one of them, only the model's own function is right.
+_SPECIAL = ("softcap", "s_aux", "position_bias", "sliding_window")
+
+_lock = threading.Lock()
+_switched: dict[int, list[Any]] = {}
+"""Configs switched to our names: id -> [config, its own implementation, sessions that need it]."""
+
+
+def switch(config: Any) -> None:
+    """Make the models that read `config` attend through kvpolicy; undone by as many calls of `restore`.
+
+    Raises:
+        UnsupportedModelError: when the config's attention implementation cannot be taken over.
+    """
+    with _lock:
+        if id(config) in _switched:
+            _switched[id(config)][2] += 1
+            return
+        own = config._attn_implementation
+        if own not in SUPPORTED:
+            raise UnsupportedModelError(
+                f"attention implementation {own!r}: expected one of {', '.join(SUPPORTED)}. "
+                "Load the model with attn_implementation='sdpa'."
+            )
+        AttentionInterface.register(PREFIX + own, partial(attention, own))
+        AttentionMaskInterface.register(PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
+        # The mapping form leaves sub-configs (a vision tower's) as they are.
+        config._attn_implementation = {"": PREFIX + own}
+        _switched[id(config)] = [config, own, 1]
+
+
+def restore(config: Any) -> None:
+    """Undo one `switch`; the last one gives `config` its own implementation back and leaves no name registered."""
+    with _lock:
+        entry = _switched[id(config)]
+        entry[2] -= 1
+        if entry[2]:
+            return
+        del _switched[id(config)]
+        config._attn_implementation = {"": entry[1]}
+        if all(entry[1] != other for _, other, _ in _switched.values()):
+            # transformers offers `register` and no way back.
+            AttentionInterface._global_mapping.pop(PREFIX + entry[1])
+            AttentionMaskInterface._global_mapping.pop(PREFIX + entry[1])
+
+
+def attention(
+    implementation: str,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the attention output ``[B, q, Hq, Dv]``, and the weights where `implementation` gives them."""
+    own = _own_function(implementation, module)
+    step = step_of(key)
+    if step is None:
+        return own(module, query, key, value, attention_mask, **kwargs)
+    output: tuple[Tensor, Tensor | None]
+    if _one_by_one(implementation, step, query, kwargs):
+        output = _head_by_head(step, query, kwargs.get("scaling")), None
+    else:
+        positions = step.positions
+        if step.store.ragged:
+            key, value, positions = step.store.padded()
+        # One new token sees every slot of a dense store: without a mask there is nothing to cut.
+        unmasked = attention_mask is None and query.shape[2] == 1 and not step.store.ragged
+        if positions is not None and not unmasked:
+            attention_mask = cut_mask(attention_mask, positions, step.start, query, implementation)
+        output = own(module, query, key, value, attention_mask, **kwargs)
+    step.attended(query, kwargs.get("scaling"))
+    return output
+
+
+def _own_function(implementation: str, module: torch.nn.Module) -> Callable[..., Any]:
+    if implementation == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+def cut_mask(mask: Tensor | None, positions: Tensor, start: int, query: Tensor, implementation: str) -> Tensor:
+    """Return the mask for the slots that are held, ``[B, Hq, q, T]``: bool, True where visible, or additive.
+
+    Args:
+        mask: the model's own, ``[B, 1 or Hq, q, tokens seen]``, bool or additive; None means causal.
+        positions: int32 ``[B, Hkv, T]`` of the slots held, -1 where empty.
+        start: tokens seen before these queries.
+        query: ``[B, Hq, q, Dk]``.
+        implementation: "eager" wants an additive mask, the others a bool one.
+    """
+    query_heads, length = query.shape[1:3]
+    seen = start + length
+    if mask is None:
+        ahead = torch.arange(start, seen, device=query.device)
+        cut = (positions[:, :, None] >= 0) & (positions[:, :, None] <= ahead[:, None])
+    elif mask.shape[-1] != seen:
+        raise UnsupportedModelError(f"attention mask: expected {seen} columns (tokens seen), got {mask.shape[-1]}")
+    else:
+        cut = _columns(mask, positions, query_heads)
+    if cut.dtype == torch.bool and implementation == "eager":
+        cut = torch.zeros((), dtype=query.dtype, device=query.device).where(cut, torch.finfo(query.dtype).min)
+    return cut.repeat_interleave(query_heads // cut.shape[1], dim=1)
+
+
+def _columns(mask: Tensor, positions: Tensor, query_heads: int) -> Tensor:
+    heads = positions.shape[1]
+    if mask.shape[1] not in (1, heads):
+        positions = positions.repeat_interleave(query_heads // heads, dim=1)
+        heads = query_heads
+    batch = len(positions)
+    rows = mask.shape[2]
+    index = positions.clamp(min=0).long()[:, :, None].expand(-1, -1, rows, -1)
+    taken = mask.expand(batch, heads, rows, -1).gather(-1, index)
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return taken.where(positions[:, :, None] >= 0, hidden)
+
+
+def _one_by_one(implementation: str, step: Step, query: Tensor, kwargs: dict[str, Any]) -> bool:
+    plain = all(kwargs.get(name) is None for name in _SPECIAL) and not kwargs.get("dropout")
+    one = query.shape[2] == 1 and query.device.type == "cpu"
+    return one and step.store.ragged and implementation == "sdpa" and step.plain and plain
+
+
+def _head_by_head(step: Step, query: Tensor, scaling: float | None) -> Tensor:
+    # Each KV head's own slots, its group's queries side by side: on a CPU faster than padding the heads to one length.
+    batch, query_heads, _, size = query.shape
+    keys, values = step.store.heads()
+    groups = query.reshape(len(keys), -1, size).unbind(0)
+    outputs = [
+        scaled_dot_product_attention(group[None], k[None], v[None], scale=scaling)
+        for group, k, v in zip(groups, keys, values, strict=True)
+    ]
+    return torch.cat(outputs).view(batch, 1, query_heads, -1)

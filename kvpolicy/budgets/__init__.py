@@ -1,0 +1,1 @@
+"""Layer and head budgets: how many slots each layer and head keeps."""

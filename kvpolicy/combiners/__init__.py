@@ -1,0 +1,1 @@
+"""Combiners: one file a method."""

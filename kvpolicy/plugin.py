@@ -1,0 +1,230 @@
+"""What a plugin class is: `settings`, the protocol of each stage, and the `Score` field.
+
+A plugin is a class made with `settings`. Its fields are the settings a policy file may give. Its class
+attributes say what it is:
+
+- ``name``: what a policy file calls it;
+- ``source``: paper and section or equation, or "kvpolicy" where it is ours;
+- ``formula``: one line of maths, shown by ``kvpolicy show``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Protocol, TypeVar, dataclass_transform, runtime_checkable
+
+from pydantic import BeforeValidator, ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
+from torch import Tensor
+
+from kvpolicy.errors import NOTHING, Problem, SettingError, nearest
+from kvpolicy.types import LayerView, Needs, Selection
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def settings(cls: type[T]) -> type[T]:
+    """Return `cls` as a frozen, keyword-only dataclass whose fields are checked strictly when it is made.
+
+    Raises:
+        SettingError: when an instance is made with an unknown field, a wrong type or a value out of range.
+
+    >>> @settings
+    ... class Loud:
+    ...     name = "loud"
+    ...     power: float = 2.0
+    >>> Loud(power=3)
+    Loud(power=3.0)
+    """
+    config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+    made = dataclass(frozen=True, kw_only=True, config=config)(cls)
+    checked: Callable[..., None] = made.__init__
+
+    @functools.wraps(checked)
+    def init(self: T, /, *args: Any, **kwargs: Any) -> None:
+        try:
+            checked(self, *args, **kwargs)
+        except ValidationError as error:
+            # A class's own `name` is text; a policy's is a field, which may be what is wrong.
+            name = cls.__dict__.get("name")
+            owner = name if isinstance(name, str) else cls.__name__.lower()
+            raise SettingError(owner, _problems(owner, made, error)) from None
+
+    made.__init__ = init  # type: ignore[assignment, method-assign]
+    return made  # type: ignore[return-value]  # pydantic types its dataclasses as its own
+
+
+def _problems(owner: str, cls: type, error: ValidationError) -> list[Problem]:
+    """Return what pydantic found wrong as the problems of a `SettingError`."""
+    problems: list[Problem] = []
+    for each in error.errors(include_url=False):
+        where, kind, message, found = each["loc"], each["type"], each["msg"], each["input"]
+        raised = each.get("ctx", {}).get("error")
+        if isinstance(raised, SettingError):
+            problems += raised.problems
+            continue
+        if raised is not None:
+            message = str(raised)
+        elif kind == "unexpected_keyword_argument":
+            known = [field.name for field in dataclasses.fields(cls)]
+            message = f"unknown setting of '{owner}'.{nearest(str(where[-1]), known)}"
+            found = NOTHING
+        elif kind == "missing":
+            message = f"expected this setting, which '{owner}' cannot do without"
+            found = NOTHING
+        if isinstance(found, ArgsKwargs):  # all the settings, which __post_init__ refused: too much to show
+            found = NOTHING
+        problems.append((where, kind, _expected(message), found))
+    return problems
+
+
+def _expected(message: str) -> str:
+    """Return pydantic's message in the words of our own.
+
+    >>> _expected("Input should be greater than or equal to 1")
+    'expected a number greater than or equal to 1'
+    """
+    message = re.sub("^Input should be ", "expected ", message)
+    message = re.sub("^expected (greater|less|a multiple)", r"expected a number \1", message)
+    return message.replace("a valid boolean", "true or false").replace("a valid tuple", "a list")
+
+
+class Node(Protocol):
+    """What scorers and combiners share: a place in the score tree."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs(self) -> Needs: ...
+
+
+@runtime_checkable
+class Scorer(Node, Protocol):
+    """A leaf of the score tree.
+
+    ``role`` ("importance" or "diversity", or "other") says what the score measures; without it, "importance".
+    """
+
+    def __call__(self, view: LayerView) -> Tensor:
+        """Return float32 ``[B, Hkv, T]``, higher means keep; only the values at ``view.candidates`` count."""
+
+
+@runtime_checkable
+class Combiner(Node, Protocol):
+    """A branch of the score tree: its `Score` and `Scores` fields are its children.
+
+    A child field named ``importance`` marks the importance of the whole.
+    """
+
+    def __call__(self, view: LayerView, **children: Any) -> Tensor:
+        """Return float32 ``[B, Hkv, T]``, higher means keep, from the children's scores.
+
+        Each child field arrives under its own name: a tensor for `Score`, a list of tensors for `Scores`.
+        """
+
+
+@runtime_checkable
+class LayerBudget(Protocol):
+    """How many slots a KV head each layer keeps; ``stage = "layers"``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stage(self) -> str: ...
+
+    def __call__(self, tokens: Tensor, available: Tensor, layers: int) -> Tensor:
+        """Return int64 ``[B, layers]``, first layer first, that sums to ``layers * min(tokens, available)``.
+
+        Args:
+            tokens: int64 ``[B]``, the budget in slots a KV head, mean over layers.
+            available: int64 ``[B]``, how many slots there are to keep.
+            layers: how many layers share the budget.
+        """
+
+
+@runtime_checkable
+class HeadBudget(Protocol):
+    """How many slots each KV head of one layer keeps; ``stage = "heads"``.
+
+    ``by`` ("score" or "importance") says which scores it is given; without it, "score".
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stage(self) -> str: ...
+
+    def __call__(self, view: LayerView, scores: Tensor, tokens: Tensor) -> Tensor:
+        """Return int64 ``[B, Hkv]``, at least the protected slots of each head.
+
+        Args:
+            view: the slots; protected ones are valid and no candidates.
+            scores: float32 ``[B, Hkv, T]``, higher means keep.
+            tokens: int64 ``[B]``, the layer's budget in slots a KV head, mean over heads.
+        """
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """Which slots a head keeps, given how many."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def protects(self) -> int:
+        """How many slots a head it keeps whatever the score; a budget in tokens must hold them."""
+
+    def protect(self, view: LayerView, tokens: Tensor) -> Tensor:
+        """Return bool ``[B, Hkv, T]``, the slots kept whatever the score; at most `tokens` (``[B]``)."""
+
+    def __call__(self, view: LayerView, scores: Tensor, lengths: Tensor) -> Selection:
+        """Return the kept slots: exactly `lengths` (int64 ``[B, Hkv]``) of them, the protected among them."""
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_CHILD = "kvpolicy-child"
+Score = Annotated[Scorer | Combiner, _CHILD]
+"""A field that holds one scorer or combiner."""
+Scores = Annotated[tuple[Scorer | Combiner, ...], BeforeValidator(_as_tuple), _CHILD]
+"""A field that holds several; a list in a policy file."""
+Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
+"""A field that holds several numbers; a list in a policy file."""
+
+
+def child_fields(cls: type) -> list[str]:
+    """Return the names of the `Score` and `Scores` fields of a plugin class."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return [name for name, hint in hints.items() if _CHILD in getattr(hint, "__metadata__", ())]
+
+
+def children(node: Node) -> dict[str, Node | tuple[Node, ...]]:
+    """Return the children of a score-tree node by field name; empty for a scorer."""
+    return {name: getattr(node, name) for name in child_fields(type(node))}
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """Yield `node` and everything below it, parents first."""
+    yield node
+    for child in children(node).values():
+        for below in child if isinstance(child, tuple) else (child,):
+            yield from walk(below)
+
+
+def importance_of(node: Node) -> Node | None:
+    """Return the part of a score tree that measures importance, or None where there is none."""
+    below = children(node)
+    if "importance" in below:
+        return typing.cast(Node, below["importance"])
+    leaves = [leaf for leaf in walk(node) if not children(leaf)]
+    return node if all(getattr(leaf, "role", "importance") == "importance" for leaf in leaves) else None

@@ -1,0 +1,201 @@
+"""`Policy`: a declared composition of plugins, and the pure decisions it makes from tensors.
+
+score tree -> budget (how many, per layer and head) -> select (which)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Le
+from pydantic import Field
+from torch import Tensor
+
+from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
+from kvpolicy.errors import PluginError, SettingError
+from kvpolicy.plugin import HeadBudget, LayerBudget, Node, Score, Selector, children, importance_of, settings, walk
+from kvpolicy.selectors.top_k import TopK
+from kvpolicy.types import LayerView, Needs, Plan, Selection
+
+if TYPE_CHECKING:
+    from kvpolicy.session import Session
+
+
+@settings
+class Budget:
+    """How many slots are kept per KV head, averaged over heads and layers, protected slots included.
+
+    Give exactly one of `tokens` (whole tokens) and `keep` (a share of the tokens seen, rounded half up, never under 1).
+
+    Args:
+        tokens: slots a KV head.
+        keep: share of the tokens seen, in (0, 1].
+        layers: how layers share the budget.
+        heads: how the KV heads of one layer share the layer's budget.
+
+    >>> Budget(keep=0.25).slots(torch.tensor([1, 9, 10])).tolist()
+    [1, 2, 3]
+    """
+
+    name = "budget"
+    tokens: Annotated[int, Ge(1)] | None = None
+    keep: Annotated[float, Gt(0), Le(1)] | None = None
+    layers: LayerBudget = Field(default_factory=UniformLayers)
+    heads: HeadBudget = Field(default_factory=UniformHeads)
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.keep is None):
+            found = {"tokens": self.tokens, "keep": self.keep}
+            raise SettingError("budget", [((), "value_error", "expected exactly one of 'tokens' and 'keep'", found)])
+
+    def slots(self, seen: Tensor) -> Tensor:
+        """Return the budget of each row in whole slots, int64 ``[B]``, from the tokens it has seen, int64 ``[B]``."""
+        if self.tokens is not None:
+            return torch.full_like(seen, self.tokens)
+        # An exact fraction: 0.29 of 50 is 14.5 and rounds to 15, where 0.29 * 50 in floating point is under 14.5.
+        share = Fraction(str(self.keep))
+        return ((2 * share.numerator * seen + share.denominator) // (2 * share.denominator)).clamp(min=1)
+
+
+@settings
+class Policy:
+    """A declared eviction policy: score tree, budget, selector.
+
+    Args:
+        name: what reports call it.
+        score: the score tree.
+        budget: how many slots are kept.
+        select: which slots are kept, given how many.
+        description: one line for ``kvpolicy list``.
+
+    >>> from kvpolicy.scorers.random import Random
+    >>> policy = Policy(name="two of six", score=Random(), budget=Budget(tokens=2), select=TopK(sinks=1, recent=1))
+    >>> policy.plan([LayerView(keys=torch.zeros(1, 1, 6, 4), values=torch.zeros(1, 1, 6, 4))]).tolist()
+    [[[[0, 5]]]]
+    """
+
+    name: str
+    score: Score
+    budget: Budget
+    select: Selector = Field(default_factory=TopK)
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        protected = self.select.protects
+        if self.budget.tokens is not None and self.budget.tokens < protected:
+            message = f"expected at least the {protected} slots that '{self.select.name}' protects (sinks + recent)"
+            raise SettingError(self.name, [(("budget", "tokens"), "value_error", message, self.budget.tokens)])
+        if getattr(self.budget.heads, "by", "score") == "importance" and importance_of(self.score) is None:
+            message = f"expected a score with an importance, which '{self.score.name}' has not"
+            raise SettingError(self.name, [(("budget", "heads", "by"), "value_error", message, "importance")])
+
+    @property
+    def trivial(self) -> bool:
+        """Whether the policy keeps everything."""
+        return self.budget.keep == 1
+
+    @property
+    def needs(self) -> Needs:
+        """What the score tree reads, all nodes together."""
+        needs = Needs()
+        for node in walk(self.score):
+            needs |= node.needs
+        return needs
+
+    def layer_slots(self, seen: Tensor, layers: int) -> Tensor:
+        """Return each layer's budget in slots a KV head, int64 ``[B, layers]``.
+
+        Args:
+            seen: int64 ``[B]``, tokens seen by each row, padding excluded.
+            layers: how many layers share the budget.
+        """
+        found = self.budget.layers(self.budget.slots(seen), seen, layers)
+        _check(found, (len(seen), layers), torch.int64, f"layer budget '{self.budget.layers.name}'")
+        return found
+
+    def plan_layer(self, view: LayerView, tokens: Tensor) -> Selection:
+        """Return the slots that one layer keeps.
+
+        Args:
+            view: the layer's slots.
+            tokens: int64 ``[B]``, the layer's budget in slots a KV head.
+        """
+        view = self.protect(view, tokens)
+        scores, importance = self.scores(view)
+        return self.choose(view, scores, importance, tokens)
+
+    def protect(self, view: LayerView, tokens: Tensor) -> LayerView:
+        """Return `view` with the slots that are not protected as its candidates; `tokens` bounds the protected ones."""
+        return view.decide(view.valid & ~self.select.protect(view, tokens))
+
+    def scores(self, view: LayerView) -> tuple[Tensor, Tensor | None]:
+        """Return the score tree's float32 ``[B, Hkv, T]`` and that of its importance part, if it has one."""
+        found: dict[int, Tensor] = {}
+        scores = _evaluate(self.score, view, found)
+        part = importance_of(self.score)
+        return scores, None if part is None else found[id(part)]
+
+    def choose(self, view: LayerView, scores: Tensor, importance: Tensor | None, tokens: Tensor) -> Selection:
+        """Return the kept slots, given the scores of `view`'s candidates and the layer's budget ``[B]``."""
+        heads = self.budget.heads
+        decisive = importance if importance is not None and getattr(heads, "by", "score") == "importance" else scores
+        lengths = heads(view, decisive, tokens)
+        _check(lengths, tuple(view.valid.shape[:2]), torch.int64, f"head budget '{heads.name}'")
+        if (lengths > view.valid.sum(-1)).any():
+            raise PluginError(f"head budget '{heads.name}': expected at most the valid slots of each head, got more")
+        return self.select(view, scores, lengths)
+
+    def plan(self, views: Sequence[LayerView]) -> Plan:
+        """Return the slots that every layer keeps; pure: no model, nothing changed.
+
+        Args:
+            views: one view a layer, first layer first.
+        """
+        selections = []
+        for depth, view in enumerate(views):
+            budgets = self.layer_slots(view.seen, len(views))
+            selections.append(self.plan_layer(view, budgets[:, depth]))
+        return Plan(tuple(selections))
+
+    def on(self, model: Any, *, inactive: str = "raise") -> Session:
+        """Return a session: a context manager in which `model` runs under this policy.
+
+        Args:
+            model: any transformers decoder, or a module that holds one.
+            inactive: "raise" or "warn": what to do when the policy could not act.
+        """
+        from kvpolicy.session import Session
+
+        return Session(self, model, inactive=inactive)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the policy as the mapping that a policy file holds; `kvpolicy.load` reads it back."""
+        from kvpolicy.config import dump
+
+        return dump(self)
+
+
+def _evaluate(node: Node, view: LayerView, found: dict[int, Tensor]) -> Tensor:
+    below: dict[str, Tensor | list[Tensor]] = {}
+    for field, child in children(node).items():
+        if isinstance(child, tuple):
+            below[field] = [_evaluate(one, view, found) for one in child]
+        else:
+            below[field] = _evaluate(child, view, found)
+    reader = f"{'combiner' if below else 'scorer'} '{node.name}' ({type(node).__module__})"
+    scores = node(view.limit(node.needs, reader), **below)  # type: ignore[operator]
+    _check(scores, tuple(view.valid.shape), torch.float32, reader)
+    if not torch.isfinite(scores.where(view.candidates, 0)).all():
+        raise PluginError(f"{reader}: expected finite scores on the candidate slots, got nan or inf")
+    found[id(node)] = scores
+    return scores
+
+
+def _check(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, who: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise PluginError(f"{who}: expected a tensor {list(shape)}, got {type(tensor).__name__}")
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise PluginError(f"{who}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")

@@ -1,0 +1,94 @@
+"""SnapKV: the attention that the last queries pay to each slot."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge
+from einops import rearrange
+from pydantic import AfterValidator
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvpolicy.hookspecs import hookimpl
+from kvpolicy.plugin import settings
+from kvpolicy.types import LayerView, Needs
+
+# Components beyond this would overflow the float32 product of a query and a key; no model's come near it.
+LIMIT = 1e15
+
+
+def _odd(kernel: int) -> int:
+    if kernel % 2 == 0:
+        raise ValueError("expected an odd number, so that a slot is the middle of its own pool")
+    return kernel
+
+
+@settings
+class SnapKV:
+    """The attention of the observation window to each slot, smoothed along the slots.
+
+    Softmax attention of the last `window` queries (each sees the valid slots up to its own), mean over the
+    queries that the row has, 1-D pooling, mean over the query heads of the group. Attention to slots that are
+    no candidates is set to 0 before pooling, so that sinks lend nothing to their neighbours; without sinks
+    and with as many recent tokens as the window holds, this is the authors' code, which leaves the window out
+    before it pools.
+
+    Args:
+        window: how many of the last queries are observed.
+        kernel: slots a pool spans, odd; 1 for none. At the ends it counts zeros, as the authors' code does.
+        pooling: "avg" (SnapKV), or "max" (Ada-KV's code, with kernel 7).
+
+    One query, alike for all four keys: attention 1/4 each, and a pool of 3 counts one zero at either end.
+
+    >>> keys = torch.zeros(1, 1, 4, 2)
+    >>> view = LayerView(keys=keys, values=keys, queries=torch.ones(1, 1, 1, 2))
+    >>> SnapKV(window=1, kernel=1)(view).tolist()
+    [[[0.25, 0.25, 0.25, 0.25]]]
+    >>> (SnapKV(window=1, kernel=3)(view) * 12).round().tolist()
+    [[[2.0, 3.0, 3.0, 2.0]]]
+    """
+
+    name = "snapkv"
+    role = "importance"
+    source = "SnapKV, arXiv 2404.14469, section 4 and its code"
+    formula = "mean_g pool(mean_w softmax(q_w . k * scaling))"
+    window: Annotated[int, Ge(1)] = 32
+    kernel: Annotated[int, Ge(1), AfterValidator(_odd)] = 5
+    pooling: Literal["avg", "max"] = "avg"
+
+    @property
+    def needs(self) -> Needs:
+        """The keys and the last `window` queries."""
+        return Needs(queries=self.window, keys=True)
+
+    def __call__(self, view: LayerView) -> Tensor:
+        """Return float32 ``[B, Hkv, T]``, in [0, 1], higher means more attended to."""
+        attention = _window_attention(view).where(view.candidates[:, :, None], 0)
+        pool = avg_pool1d if self.pooling == "avg" else max_pool1d
+        pooled: Tensor = pool(attention.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2)
+        return pooled.mean(1).view(view.valid.shape)
+
+
+def _window_attention(view: LayerView) -> Tensor:
+    """Return the attention of each query head to each slot, mean over its queries, float32 ``[B, Hkv, G, T]``."""
+    # In float32 whatever the dtype: logits rounded to bfloat16 move the attention itself by per cents.
+    queries = view.queries.float().clamp(-LIMIT, LIMIT) * view.scaling  # type: ignore[union-attr]
+    queries = rearrange(queries, "b (h g) w d -> b h (g w) d", h=view.kv_heads)
+    logits = queries @ view.keys.float().clamp(-LIMIT, LIMIT).mT
+    logits = rearrange(logits, "b h (g w) t -> b h g w t", g=view.group)
+
+    slots = torch.arange(view.slots, device=view.valid.device)
+    seen = view.valid[:, :, None] & (slots <= view.query_slots[:, None, :, None])  # [B, Hkv, W, T]
+    exists = seen.any(-1)
+    # Not -inf: a query that sees nothing would be nan; it is uniform instead, and weighs nothing below.
+    attention = logits.masked_fill_(~seen[:, :, None], torch.finfo(torch.float32).min).softmax(-1)
+    weights = exists.float() / exists.sum(-1, keepdim=True).clamp(min=1)
+    return (weights[:, :, None, None] @ attention).squeeze(-2)
+
+
+@hookimpl
+def kvpolicy_scorers() -> list[type]:
+    """Return the scorers of this module."""
+    return [SnapKV]

@@ -1,0 +1,1 @@
+"""Selectors: which slots, given how many."""

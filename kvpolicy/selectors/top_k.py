@@ -1,0 +1,71 @@
+"""Top-k: the best-scored slots of each head, with sinks and recent tokens protected by index."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from kvpolicy.hookspecs import hookimpl
+from kvpolicy.maths import ranks
+from kvpolicy.plugin import settings
+from kvpolicy.types import LayerView, Selection
+
+
+@settings
+class TopK:
+    """The best-scored slots of each head; the first `sinks` and the last `recent` are kept whatever their score.
+
+    A budget too small for both (a short prompt under a share, a layer at the thin end of a pyramid) keeps the last
+    token, then sinks, then recent tokens, newest first. Equal scores: the earlier slot wins.
+
+    Args:
+        sinks: the first tokens protected.
+        recent: the last tokens protected.
+
+    >>> view = LayerView(keys=torch.zeros(1, 1, 6, 2), values=torch.zeros(1, 1, 6, 2))
+    >>> select = TopK(sinks=1, recent=1)
+    >>> view = view.decide(~select.protect(view, torch.tensor([4])))
+    >>> select(view, torch.tensor([[[0.0, 3.0, 1.0, 9.0, 2.0, 0.0]]]), torch.tensor([[4]])).tolist()
+    [[[0, 1, 3, 5]]]
+    """
+
+    name = "top-k"
+    source = "sinks: StreamingLLM, arXiv 2309.17453"
+    formula = "sinks + recent + the highest scores, K_h slots a head"
+    sinks: Annotated[int, Ge(0)] = 4
+    recent: Annotated[int, Ge(0)] = 8
+
+    @property
+    def protects(self) -> int:
+        """Sinks and recent together."""
+        return self.sinks + self.recent
+
+    def protect(self, view: LayerView, tokens: Tensor) -> Tensor:
+        """Return bool ``[B, Hkv, T]``, True for the protected slots; `tokens` (``[B]``) bounds them."""
+        limit = tokens[:, None, None]
+        sinks = (limit - min(self.recent, 1)).clamp(min=0, max=self.sinks)
+        recent = (limit - sinks).clamp(max=self.recent)
+        place = view.valid.cumsum(-1) - 1
+        count = view.valid.sum(-1, keepdim=True)
+        return view.valid & ((place < sinks) | (place >= count - recent))
+
+    def __call__(self, view: LayerView, scores: Tensor, lengths: Tensor) -> Selection:
+        """Return the kept slots, `lengths` (int64 ``[B, Hkv]``) of them a head.
+
+        Args:
+            view: its candidates are chosen by score; valid slots that are no candidates are kept first.
+            scores: float32 ``[B, Hkv, T]``, finite on candidates, higher means keep.
+            lengths: how many slots each head keeps.
+        """
+        protected = view.valid & ~view.candidates
+        order = scores.where(view.candidates, -torch.inf).where(~protected, torch.inf)
+        return Selection.from_mask(ranks(order) < lengths[..., None], layer=view.layer)
+
+
+@hookimpl
+def kvpolicy_selectors() -> list[type]:
+    """Return the selectors of this module."""
+    return [TopK]

@@ -1,0 +1,149 @@
+"""Sessions: a model run under a policy, and restored exactly.
+
+A hook before each forward pass of the model's decoder puts evicting layers into an empty cache; the attention function
+calls back once a layer has attended, and the slots that the policy does not keep are freed there and then.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+
+from kvpolicy import attend
+from kvpolicy.errors import PolicyError, UnsupportedModelError
+from kvpolicy.policy import Policy
+from kvpolicy.report import Report
+from kvpolicy.session.decoder import arguments, cache_in, cache_name, find_decoders, uses_cache
+from kvpolicy.session.run import CacheRun, run_of
+from kvpolicy.store.layer import EvictingLayer
+
+
+class Session:
+    """A context manager in which a model runs under a policy.
+
+    Inside it, ``model.generate`` and a forward pass by hand evict; outside, the model is as it was. Sessions nest (the
+    innermost takes new caches) and may be entered again.
+
+    Args:
+        policy: what to keep.
+        model: any transformers decoder, or a module that holds one.
+        inactive: "raise" or "warn": what to do when the policy could not act.
+    """
+
+    def __init__(self, policy: Policy, model: nn.Module, *, inactive: str = "raise") -> None:
+        if inactive not in ("raise", "warn"):
+            raise PolicyError(f"inactive: expected 'raise' or 'warn', got {inactive!r}")
+        self.policy = policy
+        self.report = Report(policy.name)
+        self._inactive = inactive
+        self._decoders = find_decoders(model)
+        self._entered = 0
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether the session is entered."""
+        return self._entered > 0
+
+    def __enter__(self) -> Session:
+        if not self._entered:
+            self._attach()
+        self._entered += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._entered -= 1
+        if not self._entered:
+            self._detach()
+
+    def _attach(self) -> None:
+        switched: list[Any] = []
+        try:
+            for decoder in self._decoders:
+                attend.switch(decoder.config)
+                switched.append(decoder.config)
+        except Exception:
+            for config in switched:
+                attend.restore(config)
+            raise
+        for decoder in self._decoders:
+            # First in line, so that in nested sessions the innermost takes an empty cache.
+            before = decoder.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            after = decoder.register_forward_hook(self._after, with_kwargs=True)
+            self._hooks += [before, after]
+
+    def _detach(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        for decoder in self._decoders:
+            attend.restore(decoder.config)
+
+    def _before(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = arguments(decoder, args, kwargs)
+        cache = cache_in(given)
+        if cache is None:
+            if not uses_cache(decoder, given):
+                self.cannot_act("it was called without a cache (use_cache=False)")
+                return None
+            cache = DynamicCache(config=decoder.config)
+            args, kwargs = (), {**given, cache_name(decoder): cache}
+        run = self._run_of(cache, decoder)
+        if run is not None:
+            run.begin(cache, given.get("attention_mask"))
+        return args, kwargs
+
+    def _after(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        run = run_of(cache_in(arguments(decoder, args, kwargs)))
+        if run is not None and run.owner is self:
+            run.finish()
+
+    def _run_of(self, cache: Any, decoder: PreTrainedModel) -> CacheRun | None:
+        run = run_of(cache)
+        if run is not None:
+            run.require_active()
+            return run if run.owner is self else None
+        refused = _why_not(cache)
+        if refused:
+            self.cannot_act(refused)
+            return None
+        if not cache.layers:
+            # Without a config the cache would make plain layers one by one; the decoder's config knows their kinds.
+            cache.layers = DynamicCache(config=decoder.config).layers
+            cache.layer_class_to_replicate = None
+        evictable = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+        if not evictable:
+            self.cannot_act("it has no full-attention layer to evict from")
+            return None
+        run = CacheRun(self.policy, evictable, self)
+        for index in evictable:
+            cache.layers[index] = EvictingLayer(index, run)
+        self.report = run.report
+        run.report.left_alone = [index for index in range(len(cache.layers)) if index not in evictable]
+        return run
+
+    def cannot_act(self, reason: str) -> None:
+        """Raise or warn that a policy which would evict could not; return None."""
+        if self.policy.trivial:
+            return
+        message = f"policy '{self.policy.name}' could not act on this model: {reason}"
+        if self._inactive == "raise":
+            raise UnsupportedModelError(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def _why_not(cache: Any) -> str:
+    """Return why a cache cannot be taken over, or ""."""
+    if type(cache) is not DynamicCache:
+        return f"its cache is a {type(cache).__name__}; expected a DynamicCache"
+    if cache.offloading:
+        return "its cache is offloaded; expected a DynamicCache without offloading"
+    held = max((layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)), default=0)
+    if held:
+        return f"its cache already holds {held} tokens that this session has not seen; start from an empty one"
+    return ""

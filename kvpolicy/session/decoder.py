@@ -1,0 +1,68 @@
+"""The decoder inside a model, and how its forward takes a cache."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvpolicy.errors import UnsupportedModelError
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What a decoder's forward calls its cache, newest transformers first."""
+
+
+def find_decoders(model: nn.Module) -> list[PreTrainedModel]:
+    """Return the innermost transformers models inside `model` that take a cache.
+
+    Raises:
+        UnsupportedModelError: when there is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"model: expected a transformers model, got {type(model).__name__}")
+    takers = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and set(CACHE_NAMES) & set(forward_names(module))
+    ]
+    found = [taker for taker in takers if not any(inner in takers for inner in taker.modules() if inner is not taker)]
+    if not found:
+        raise UnsupportedModelError(
+            f"model: expected a transformers decoder (a forward that takes a cache), got {type(model).__name__}"
+        )
+    return found
+
+
+def forward_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the parameter names of a model's forward, in order, without self."""
+    kind: Any = type(model)
+    return _names(kind)
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """Return what the forward of a model that takes a cache calls it."""
+    return next(name for name in CACHE_NAMES if name in forward_names(model))
+
+
+def arguments(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a decoder's forward by name."""
+    return dict(zip(forward_names(decoder), args, strict=False)) | kwargs
+
+
+def cache_in(given: dict[str, Any]) -> Any:
+    """Return the cache among a call's arguments, or None."""
+    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+
+
+def uses_cache(decoder: PreTrainedModel, given: dict[str, Any]) -> bool:
+    """Return whether a call without a cache would make one."""
+    asked = given.get("use_cache")
+    return bool(getattr(decoder.config, "use_cache", True) if asked is None else asked)

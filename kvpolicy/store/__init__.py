@@ -1,0 +1,39 @@
+"""Stores: where the kept slots of a layer live, in storage of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.store.dense import DenseStore
+from kvpolicy.store.ragged import RaggedStore
+from kvpolicy.types import Selection
+
+
+def build(
+    keys: Tensor, values: Tensor, positions: Tensor | None, selection: Selection
+) -> tuple[DenseStore | RaggedStore, list[list[int]]]:
+    """Return a store of the selected slots, copied, and how many each row and head keeps.
+
+    Dense where every row and head keeps the same number, else ragged.
+
+    Args:
+        keys: ``[B, Hkv, T, Dk]``.
+        values: ``[B, Hkv, T, Dv]``.
+        positions: int32 ``[B, Hkv, T]``, or None where slot t is position t.
+        selection: the slots to keep.
+    """
+    batch, heads = selection.lengths.shape
+    owner = selection.owners()
+    row, head, slot = owner // heads, owner % heads, selection.slots
+    kept_keys, kept_values = keys[row, head, slot], values[row, head, slot]
+    kept_positions = slot.to(torch.int32) if positions is None else positions[row, head, slot]
+    lengths: list[list[int]] = selection.lengths.tolist()
+    if len({count for row_counts in lengths for count in row_counts}) > 1:
+        return RaggedStore(kept_keys, kept_values, kept_positions, lengths), lengths
+    shape = (batch, heads, lengths[0][0])
+    whole = positions is None and shape == keys.shape[:3]
+    dense = DenseStore(
+        kept_keys.view(*shape, -1), kept_values.view(*shape, -1), None if whole else kept_positions.view(shape)
+    )
+    return dense, lengths

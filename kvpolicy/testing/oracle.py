@@ -1,0 +1,145 @@
+"""The oracle: a full, stock cache whose mask hides what a policy evicts.
+
+It shares no code with capture, store or attend: a stock `DynamicCache` stores everything, transformers' own sdpa
+attends, and a mask hides the evicted slots from every query that comes after the prompt. An evicted cache is right when
+it gives the same logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvpolicy.policy import Policy
+from kvpolicy.session.decoder import cache_name
+from kvpolicy.types import LayerView, Plan
+
+_NAME = "kvpolicy_oracle"
+
+
+@dataclass
+class _Prompt:
+    """What each layer saw in the prompt, and what is hidden from later queries."""
+
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+    scaling: dict[int, float | None] = field(default_factory=dict)
+    keep: list[Tensor] | None = None
+    length: int = 0
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        layer = module.layer_idx
+        if not self.length:
+            self.queries[layer], self.keys[layer], self.values[layer] = query, key, value
+            self.scaling[layer] = kwargs.get("scaling")
+        elif self.keep is not None:
+            mask = self._hide(mask, layer, query, key)
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    def _hide(self, mask: Tensor | None, layer: int, query: Tensor, key: Tensor) -> Tensor:
+        batch, query_heads, new, _ = query.shape
+        heads, total = key.shape[1:3]
+        keep = self.keep[layer]  # type: ignore[index]
+        shown = torch.cat([keep, keep.new_ones(batch, heads, total - self.length)], dim=-1)
+        shown = shown.repeat_interleave(query_heads // heads, dim=1)[:, :, None]
+        causal = torch.ones(new, total, dtype=torch.bool).tril(total - new).to(key.device)
+        return shown & causal & (True if mask is None else mask)
+
+
+@contextmanager
+def _listening(model: PreTrainedModel, prompt: _Prompt) -> Iterator[None]:
+    own = model.config._attn_implementation
+    AttentionInterface.register(_NAME, prompt.attend)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    model.config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = own
+        AttentionInterface._global_mapping.pop(_NAME)
+        AttentionMaskInterface._global_mapping.pop(_NAME)
+
+
+def forward(model: PreTrainedModel, ids: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+    """Return the logits ``[B, q, V]`` of one forward pass by hand with a cache.
+
+    Args:
+        ids: int64 ``[B, q]``.
+        cache: the cache to read and to extend.
+        mask: int64 ``[B, tokens seen + q]``, 0 for padding, or None.
+    """
+    kwargs: dict[str, Any] = {cache_name(model): cache}
+    if mask is not None:
+        # Only `generate` derives positions from a padded mask; a forward pass by hand has to say them.
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        kwargs |= {"attention_mask": mask, "position_ids": positions}
+    with torch.no_grad():
+        logits: Tensor = model(ids, **kwargs).logits
+    return logits
+
+
+def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, window: int) -> list[LayerView]:
+    """Return every layer's view of a prompt: all keys and values, and the last `window` queries.
+
+    Rows padded on the right are not supported: their last queries are padding.
+    """
+    prompt = _Prompt()
+    with _listening(model, prompt):
+        forward(model, ids, DynamicCache(config=model.config), mask)
+    window = min(window, ids.shape[1])
+    valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    slots = torch.arange(ids.shape[1] - window, ids.shape[1]).expand(len(ids), -1)
+    return [
+        LayerView(
+            keys=prompt.keys[layer],
+            values=prompt.values[layer],
+            queries=prompt.queries[layer][:, :, -window:] if window else None,
+            query_slots=torch.where(valid[:, -window:], slots, -1) if window else None,  # type: ignore[arg-type]
+            valid=valid,
+            layer=layer,
+            scaling=prompt.scaling[layer],  # type: ignore[arg-type]
+        )
+        for layer in sorted(prompt.keys)
+    ]
+
+
+def plan(policy: Policy, model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Plan:
+    """Return what `policy` keeps of a prompt, from tensors that no part of a session touched."""
+    return policy.plan(views(model, ids, mask, policy.needs.queries))
+
+
+def logits(
+    model: PreTrainedModel, ids: Tensor, pieces: Sequence[Tensor], kept: Plan | None, mask: Tensor | None = None
+) -> Tensor:
+    """Return the logits of prompt and continuation, ``[B, all tokens, V]``, evicted slots hidden from the continuation.
+
+    Args:
+        ids: the prompt, int64 ``[B, T]``.
+        pieces: what follows, int64 ``[B, q]`` each, one forward pass a piece.
+        kept: what of the prompt stays visible, by layer; None for everything.
+        mask: of the prompt, int64 ``[B, T]``, 0 for padding, or None.
+    """
+    prompt = _Prompt()
+    if kept is not None:
+        prompt.keep = [selection.to_mask(ids.shape[1]) for selection in kept]
+    cache = DynamicCache(config=model.config)
+    found: list[Tensor] = []
+    with _listening(model, prompt):
+        for piece in (ids, *pieces):
+            if mask is not None and found:
+                mask = torch.cat([mask, torch.ones_like(piece)], dim=1)
+            found.append(forward(model, piece, cache, mask))
+            prompt.length = prompt.length or ids.shape[1]
+    return torch.cat(found, dim=1)

@@ -1,0 +1,54 @@
+"""The mask for slots that are held, against a loop over every entry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpolicy.attend import cut_mask
+from kvpolicy.errors import UnsupportedModelError
+
+BATCH, QUERY_HEADS, KV_HEADS, NEW, SLOTS, START = 2, 4, 2, 3, 6, 9
+
+
+def positions() -> torch.Tensor:
+    held = [torch.randperm(START)[: SLOTS - NEW].sort().values for _ in range(BATCH * KV_HEADS)]
+    new = torch.arange(START, START + NEW)
+    out = torch.stack([torch.cat([one, new]) for one in held]).view(BATCH, KV_HEADS, SLOTS).to(torch.int32)
+    out[0, 1, 0] = -1
+    return out
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["none", "bool", "bool a head", "additive"])
+def test_cut_mask(kind: str, implementation: str) -> None:
+    torch.manual_seed(0)
+    held, query = positions(), torch.randn(BATCH, QUERY_HEADS, NEW, 4)
+    seen = START + NEW
+    causal = torch.ones(NEW, seen, dtype=torch.bool).tril(START)
+    logical = torch.rand(BATCH, QUERY_HEADS if kind == "bool a head" else 1, NEW, seen) < 0.7
+    mask = None if kind == "none" else logical & causal
+    lowest = torch.finfo(torch.float32).min
+    if kind == "additive":
+        mask = torch.zeros(()).where(logical & causal, lowest)
+    got = cut_mask(mask, held, START, query, implementation)
+    assert got.shape == (BATCH, QUERY_HEADS, NEW, SLOTS)
+    visible = got if got.dtype == torch.bool else got == 0
+    assert (got.dtype == torch.bool) == (implementation == "sdpa" and kind != "additive")
+    for b in range(BATCH):
+        for h in range(QUERY_HEADS):
+            for q in range(NEW):
+                for t in range(SLOTS):
+                    at = int(held[b, h // 2, t])
+                    want = at >= 0 and bool(causal[q, at])
+                    if kind != "none":
+                        want = want and bool(logical[b, h if kind == "bool a head" else 0, q, at])
+                    assert bool(visible[b, h, q, t]) == want
+                    if got.dtype != torch.bool and not want:
+                        assert got[b, h, q, t] == lowest
+
+
+def test_a_mask_of_another_width_is_refused() -> None:
+    mask = torch.ones(BATCH, 1, NEW, SLOTS, dtype=torch.bool)
+    with pytest.raises(UnsupportedModelError, match="expected 12 columns"):
+        cut_mask(mask, positions(), START, torch.randn(BATCH, QUERY_HEADS, NEW, 4), "sdpa")

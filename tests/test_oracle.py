@@ -1,0 +1,106 @@
+"""The oracle: an evicted cache gives the logits of a full cache in which the evicted slots are hidden.
+
+No tolerance is chosen: the error of the evicted run against the same run in float64 may not exceed twice that of the
+oracle itself, which does the same operations in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+import kvpolicy
+from kvpolicy.policy import Policy
+from kvpolicy.registry import registry
+from kvpolicy.store.layer import EvictingLayer
+from kvpolicy.testing import oracle
+from kvpolicy.testing.models import tiny
+
+SHIPPED = [entry.name for entry in registry().entries("policy")]
+PROMPT, BUDGET = 72, 48
+HEADS = {"dense": "uniform", "ragged": {"type": "adaptive", "floor": 0.2}}
+
+
+def tokens(batch: int, count: int, seed: int) -> Tensor:
+    return torch.randint(0, 128, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def padding(side: str) -> Tensor | None:
+    if side == "none":
+        return None
+    mask = torch.ones(2, PROMPT, dtype=torch.int64)
+    mask[0, :20] = 0
+    return mask
+
+
+def evicted(model: PreTrainedModel, policy: Policy, prompt: Tensor, pieces: list[Tensor], mask: Tensor | None):
+    cache = DynamicCache(config=model.config)
+    found = []
+    with policy.on(model):
+        for piece in (prompt, *pieces):
+            if mask is not None and found:
+                mask = torch.cat([mask, torch.ones_like(piece)], dim=1)
+            found.append(oracle.forward(model, piece, cache, mask))
+    return torch.cat(found, dim=1), cache
+
+
+def check(model: PreTrainedModel, policy: Policy, prompt: Tensor, pieces: list[Tensor], mask: Tensor | None) -> None:
+    got, cache = evicted(model, policy, prompt, pieces, mask)
+    kept = oracle.plan(policy, model, prompt, mask)
+    want = oracle.logits(model, prompt, pieces, kept, mask)
+    exact = oracle.logits(copy.deepcopy(model).double(), prompt, pieces, kept, mask)
+    full = oracle.logits(model, prompt, pieces, None, mask)
+    after = slice(PROMPT, None)
+    error = (got - exact)[:, after].abs().max()
+    own_error = (want - exact)[:, after].abs().max()
+    effect = (full - want)[:, after].abs().max()
+    assert error <= 2 * own_error
+    # A test that evicts nothing proves nothing.
+    assert policy.trivial or effect > 5 * error
+    assert all(isinstance(layer, EvictingLayer) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("store", ["dense", "ragged"])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_policy_equals_oracle(name: str, store: str, side: str, dtype: torch.dtype) -> None:
+    trivial = kvpolicy.load(name).trivial
+    policy = kvpolicy.load(
+        name, budget={"heads": HEADS[store]} if trivial else {"tokens": BUDGET, "heads": HEADS[store]}
+    )
+    model = tiny("llama-gqa", dtype)
+    prompt, rest, mask = tokens(2, PROMPT, 1), tokens(2, 12, 2), padding(side)
+    # Eight tokens one by one, then four at once: several queries must see the same slots as one.
+    pieces = [*rest[:, :8].split(1, dim=1), rest[:, 8:]]
+
+    check(model, policy, prompt, pieces, mask)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("shape", ["llama-mha", "llama-mqa", "qwen3", "phi3", "gpt2"])
+@pytest.mark.parametrize("store", ["dense", "ragged"])
+def test_model_shapes_equal_oracle(shape: str, store: str, attention: str) -> None:
+    model = tiny(shape, attn_implementation=attention)
+    policy = kvpolicy.load("snapkv", budget={"tokens": BUDGET, "heads": HEADS[store]})
+    prompt, rest = tokens(2, PROMPT, 1), tokens(2, 6, 2)
+    mask = padding("left")
+    pieces = [*rest[:, :4].split(1, dim=1), rest[:, 4:]]
+    check(model, policy, prompt, pieces, mask)
+
+
+def test_right_padding_equals_the_row_alone() -> None:
+    model = tiny("llama-gqa")
+    policy = kvpolicy.load("snapkv", budget=BUDGET)
+    prompt, rest = tokens(2, PROMPT, 1), tokens(2, 5, 2)
+    mask = torch.ones(2, PROMPT, dtype=torch.int64)
+    mask[0, 60:] = 0
+    got, cache = evicted(model, policy, prompt, list(rest.split(1, dim=1)), mask)
+    alone, _ = evicted(model, policy, prompt[:1, :60], list(rest[:1].split(1, dim=1)), None)
+    assert cache.layers[0].kept[0] == [BUDGET + 5] * 2
+    torch.testing.assert_close(got[0, PROMPT:], alone[0, 60:], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,373 @@
+"""`policy.on(model)`: it acts, it says what it did, it leaves nothing behind, and it refuses loudly."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicCache, StaticCache
+
+import kvpolicy
+from kvpolicy.errors import InactiveSessionError, PolicyError, UnsupportedModelError
+from kvpolicy.store.layer import EvictingLayer
+from kvpolicy.testing.models import tiny
+from kvpolicy.testing.oracle import forward
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny()
+
+
+def tokens(batch: int, count: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, 128, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: PreTrainedModel, ids: Tensor, new: int = 6, **kwargs: object) -> Tensor:
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    out = model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None, **kwargs)
+    return out[:, ids.shape[1] :]
+
+
+def fingerprint(model: PreTrainedModel) -> dict[str, object]:
+    """Everything a session could leave behind on a model or in transformers."""
+    return {
+        "hooks": [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()],
+        "hook kinds": [
+            (len(m._forward_pre_hooks_with_kwargs), len(m._forward_hooks_with_kwargs)) for m in model.modules()
+        ],
+        "forwards": ["forward" in vars(m) for m in model.modules()],
+        "attention": [m.config._attn_implementation for m in model.modules() if isinstance(m, PreTrainedModel)],
+        "config": model.config.to_dict(),
+        "functions": sorted(AttentionInterface._global_mapping),
+        "masks": sorted(AttentionMaskInterface._global_mapping),
+    }
+
+
+@pytest.mark.parametrize("name", ["snapkv", "ada-kv", "pyramidkv", "ecokv-ada-kv"])
+def test_report_counts_what_is_stored(model: PreTrainedModel, name: str) -> None:
+    policy = kvpolicy.load(name, budget=64)
+    cache = DynamicCache(config=model.config)
+    with policy.on(model) as run:
+        forward(model, tokens(2, 200), cache, None)
+        forward(model, tokens(2, 1), cache, None)
+    report = run.report.to_dict()
+    assert set(report) >= {"policy", "layers", "bytes", "bytes_full", "seconds"}
+    assert report["policy"] == name
+    assert set(report["seconds"]) == {"capture", "score", "select", "store"}
+    assert sum(sum(map(sum, layer["kept"])) for layer in report["layers"]) == 3 * 2 * 2 * (64 + 1)
+    for layer, stored in zip(report["layers"], cache.layers, strict=True):
+        assert layer["seen"] == 201 == stored.get_seq_length()
+        held = sum(t.untyped_storage().nbytes() for t in (stored.keys, stored.values))
+        assert layer["bytes"] == held
+        slots = sum(map(sum, layer["kept"])) * (stored.keys.shape[-1] + stored.values.shape[-1]) * 4
+        assert slots <= held <= slots * (1.05 if stored.store.ragged else 1.02)
+    assert report["bytes"] == sum(layer["bytes"] for layer in report["layers"])
+    assert report["bytes_full"] == 3 * 2 * 2 * 201 * 16 * 4 or report["bytes_full"] == 3 * 2 * 2 * 201 * 2 * 8 * 4
+    assert name in str(run.report)
+
+
+def test_next_position_comes_from_tokens_seen(model: PreTrainedModel) -> None:
+    positions = []
+    hook = model.model.rotary_emb.register_forward_pre_hook(
+        lambda _, args, kwargs: positions.append(kwargs.get("position_ids", args[-1])), with_kwargs=True
+    )
+    with kvpolicy.load("streaming-llm", budget=16).on(model):
+        generate(model, tokens(1, 50), new=4)
+    hook.remove()
+    assert [p.flatten().tolist() for p in positions[1:]] == [[50], [51], [52]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 11, 12, 13])
+@pytest.mark.parametrize("name", ["snapkv", "ada-kv", "pyramidkv", "ecokv-snapkv", "random"])
+def test_short_prompts_stay_whole(model: PreTrainedModel, name: str, length: int) -> None:
+    ids = tokens(1, length)
+    with kvpolicy.load(name, budget=64).on(model) as run:
+        got = generate(model, ids)
+    assert torch.equal(got, generate(model, ids))
+    assert run.report.layers[0].kept == [[length + 5] * 2]
+
+
+def test_full_policy_changes_nothing(model: PreTrainedModel) -> None:
+    ids = tokens(2, 40)
+    with kvpolicy.load("full").on(model) as run:
+        got = generate(model, ids)
+    assert torch.equal(got, generate(model, ids))
+    assert run.report.bytes_full <= run.report.bytes <= 1.02 * run.report.bytes_full
+
+
+def test_restores_the_model_exactly(model: PreTrainedModel) -> None:
+    ids = tokens(1, 60)
+    before, logits = fingerprint(model), forward(model, ids, None, None)
+    with kvpolicy.load("snapkv", budget=40).on(model):
+        assert fingerprint(model) != before
+        generate(model, ids)
+    assert fingerprint(model) == before
+    assert torch.equal(forward(model, ids, None, None), logits)
+
+
+def test_restores_the_model_after_an_exception(model: PreTrainedModel) -> None:
+    before = fingerprint(model)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory, say")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"), kvpolicy.load("snapkv", budget=40).on(model):
+        generate(model, tokens(1, 60))
+    hook.remove()
+    assert fingerprint(model) == before
+
+
+def test_second_prompt_equals_a_fresh_run(model: PreTrainedModel) -> None:
+    policy = kvpolicy.load("ecokv-ada-kv", budget=40)
+    with policy.on(model):
+        generate(model, tokens(1, 90, seed=1))
+        second = generate(model, tokens(1, 70, seed=2))
+    with policy.on(model):
+        fresh = generate(model, tokens(1, 70, seed=2))
+    assert torch.equal(second, fresh)
+
+
+def test_session_enters_again_and_nests_in_itself(model: PreTrainedModel) -> None:
+    before, ids = fingerprint(model), tokens(1, 60)
+    session = kvpolicy.load("snapkv", budget=40).on(model)
+    with session:
+        first = generate(model, ids)
+    with session, session:
+        second = generate(model, ids)
+    assert torch.equal(first, second)
+    assert fingerprint(model) == before
+
+
+def test_innermost_session_takes_a_new_cache(model: PreTrainedModel) -> None:
+    outer, inner = kvpolicy.load("snapkv", budget=50), kvpolicy.load("streaming-llm", budget=16)
+    ids, step = tokens(1, 60), tokens(1, 1, seed=3)
+    with outer.on(model) as one:
+        mine = DynamicCache(config=model.config)
+        forward(model, ids, mine, None)
+        with inner.on(model) as two:
+            generate(model, ids, new=1)
+            # The outer session is still active, so its cache goes on as its own.
+            forward(model, step, mine, None)
+        forward(model, step, mine, None)
+    assert one.report.layers[0].kept == [[52, 52]]
+    assert two.report.layers[0].kept == [[16, 16]]
+
+
+def test_two_models_that_share_a_config(model: PreTrainedModel) -> None:
+    other = type(model)(model.config).eval()
+    ids = tokens(1, 60)
+    want = generate(other, ids)
+    with kvpolicy.load("snapkv", budget=40).on(model):
+        assert torch.equal(generate(other, ids), want)
+        with kvpolicy.load("random", budget=40).on(other) as run:
+            generate(other, ids, new=1)
+            assert run.report.layers[0].kept == [[40, 40]]
+        generate(model, ids)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_two_caches_interleave(model: PreTrainedModel) -> None:
+    policy = kvpolicy.load("ada-kv", budget=40)
+    prompts, rest = [tokens(1, 70, seed=1), tokens(1, 55, seed=2)], tokens(1, 8, seed=3)
+
+    def run(caches: list[DynamicCache], order: list[int]) -> list[Tensor]:
+        found: list[list[Tensor]] = [[], []]
+        with policy.on(model):
+            for which in order:
+                step = len(found[which])
+                ids = prompts[which] if not step else rest[:, step - 1 : step]
+                found[which].append(forward(model, ids, caches[which], None)[:, -1])
+        return [torch.cat(one) for one in found]
+
+    def caches() -> list[DynamicCache]:
+        return [DynamicCache(config=model.config) for _ in prompts]
+
+    apart, mixed = run(caches(), [0] * 5 + [1] * 5), run(caches(), [0, 1] * 5)
+    assert torch.equal(apart[0], mixed[0]) and torch.equal(apart[1], mixed[1])
+
+
+def test_a_cache_dies_with_its_last_user(model: PreTrainedModel) -> None:
+    cache = DynamicCache(config=model.config)
+    gc.collect()
+    gc.disable()
+    try:
+        with kvpolicy.load("ada-kv", budget=40).on(model) as run:
+            forward(model, tokens(1, 60), cache, None)
+            layer = weakref.ref(cache.layers[0])
+            del cache
+            assert layer() is None, "a reference cycle keeps the evicted cache alive"
+    finally:
+        gc.enable()
+    assert run.report.bytes > 0
+
+
+def test_plain_dynamic_cache_without_config(model: PreTrainedModel) -> None:
+    cache = DynamicCache()
+    with kvpolicy.load("snapkv", budget=40).on(model):
+        forward(model, tokens(1, 60), cache, None)
+    assert [layer.kept for layer in cache.layers] == [[[40, 40]]] * 3
+
+
+def test_forward_without_a_cache_makes_one(model: PreTrainedModel) -> None:
+    with kvpolicy.load("snapkv", budget=40).on(model) as run, torch.no_grad():
+        model(tokens(1, 60))
+    assert run.report.layers[0].kept == [[40, 40]]
+
+
+def test_sliding_layers_are_left_alone() -> None:
+    model = tiny("gemma2", attn_implementation="eager")
+    with kvpolicy.load("snapkv", budget=40).on(model) as run:
+        generate(model, tokens(1, 60), new=1)
+    assert run.report.left_alone == [0]
+    assert list(run.report.layers) == [1, 2]
+
+
+@pytest.fixture
+def evicted(model: PreTrainedModel) -> Iterator[DynamicCache]:
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load("ada-kv", budget=40).on(model):
+        forward(model, tokens(2, 60), cache, None)
+        yield cache
+
+
+def test_crop_gives_back_tokens_since_the_eviction(model: PreTrainedModel, evicted: DynamicCache) -> None:
+    step = tokens(2, 1, seed=5)
+    once = forward(model, step, evicted, None)
+    forward(model, step, evicted, None)
+    for layer in evicted.layers:
+        layer.crop(-2)
+    assert evicted.get_seq_length() == 60
+    torch.testing.assert_close(forward(model, step, evicted, None), once)
+    with pytest.raises(UnsupportedModelError, match="at most the 1 tokens"):
+        evicted.layers[0].crop(-2)
+
+
+def test_rows_follow_reorder_repeat_and_select(model: PreTrainedModel, evicted: DynamicCache) -> None:
+    step = tokens(2, 1, seed=5)
+    want = forward(model, step, evicted, None)
+    evicted.crop(-1)
+    evicted.batch_repeat_interleave(2)
+    evicted.reorder_cache(torch.tensor([2, 0, 3, 1]))
+    evicted.batch_select_indices(torch.tensor([0, 1, 3]))
+    got = forward(model, step[[1, 0, 0]], evicted, None)
+    torch.testing.assert_close(got, want[[1, 0, 0]], rtol=1e-4, atol=1e-4)
+    kept = evicted.layers[0].kept
+    assert kept[1] == kept[2] != kept[0]
+
+
+def test_beams_reorder_the_cache(model: PreTrainedModel) -> None:
+    ids = tokens(1, 60)
+    with kvpolicy.load("ada-kv", budget=50).on(model):
+        beams = generate(model, ids, num_beams=3)
+    with kvpolicy.load("ada-kv", budget=50).on(model):
+        greedy = generate(model, ids)
+    with torch.no_grad(), kvpolicy.load("ada-kv", budget=50).on(model):
+
+        def score(continuation: Tensor) -> float:
+            cache = DynamicCache(config=model.config)
+            logits = [
+                forward(model, piece, cache, None)[:, -1] for piece in (ids, *continuation[:, :-1].split(1, dim=1))
+            ]
+            return torch.stack(logits, 1).log_softmax(-1).gather(-1, continuation[..., None]).sum().item()
+
+        assert score(beams) >= score(greedy) - 1e-4
+
+
+def test_reset_makes_a_cache_new(model: PreTrainedModel, evicted: DynamicCache) -> None:
+    evicted.reset()
+    assert evicted.get_seq_length() == 0
+    forward(model, tokens(2, 50), evicted, None)
+    assert evicted.get_seq_length() == 50
+    assert sum(evicted.layers[0].kept[0]) == 80
+
+
+def test_a_follow_up_turn_holds_the_budget(model: PreTrainedModel, evicted: DynamicCache) -> None:
+    forward(model, tokens(2, 30, seed=7), evicted, None)
+    assert evicted.get_seq_length() == 90
+    assert [sum(row) for row in evicted.layers[0].kept] == [80, 80]
+
+
+def test_outside_its_session_a_cache_raises(model: PreTrainedModel) -> None:
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load("snapkv", budget=40).on(model):
+        forward(model, tokens(1, 60), cache, None)
+    with pytest.raises(InactiveSessionError, match="snapkv"):
+        forward(model, tokens(1, 1), cache, None)
+    with kvpolicy.load("snapkv", budget=40).on(model), pytest.raises(InactiveSessionError, match="not active"):
+        forward(model, tokens(1, 1), cache, None)
+
+
+def test_a_half_written_cache_raises(model: PreTrainedModel) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("interrupted")
+
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load("snapkv", budget=40).on(model):
+        forward(model, tokens(1, 60), cache, None)
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            forward(model, tokens(1, 1), cache, None)
+        hook.remove()
+        with pytest.raises(InactiveSessionError, match="half-written"):
+            forward(model, tokens(1, 1), cache, None)
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda model, ids, _: generate(model, ids, use_cache=False), "use_cache=False"),
+        (lambda model, ids, _: generate(model, ids, cache_implementation="static"), "StaticCache"),
+        (lambda model, ids, _: forward(model, ids, StaticCache(model.config, max_cache_len=99), None), "StaticCache"),
+        (lambda model, ids, full: forward(model, ids, full, None), "already holds 5 tokens"),
+    ],
+    ids=["no cache", "static by generate", "static by hand", "filled before"],
+)
+def test_what_cannot_act_raises_or_warns(
+    run: Callable[[PreTrainedModel, Tensor, DynamicCache], Tensor], reason: str
+) -> None:
+    def attempt(policy: str, budget: float, inactive: str) -> None:
+        # A new model each time: a static cache that `generate` could not finish stays on the model.
+        model = tiny()
+        full = DynamicCache(config=model.config)
+        forward(model, tokens(1, 5), full, None)
+        with kvpolicy.load(policy, budget=budget).on(model, inactive=inactive):
+            run(model, tokens(1, 60), full)
+
+    with pytest.raises(UnsupportedModelError, match=f"could not act.*{reason}"):
+        attempt("snapkv", 40, "raise")
+    with pytest.warns(UserWarning, match=f"could not act.*{reason}"):
+        attempt("snapkv", 40, "warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        attempt("full", 1.0, "raise")
+
+
+def test_refuses_what_is_no_decoder() -> None:
+    with pytest.raises(UnsupportedModelError, match="expected a transformers"):
+        kvpolicy.load("snapkv").on(torch.nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModelError, match="got str"):
+        kvpolicy.load("snapkv").on("gpt2")
+    with pytest.raises(PolicyError, match="'raise' or 'warn'"):
+        kvpolicy.load("snapkv").on(tiny(), inactive="ignore")
+
+
+def test_refuses_an_unknown_attention_implementation(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("flex_attention")
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedModelError, match="flex_attention"), kvpolicy.load("snapkv").on(model):
+        pass
+    assert fingerprint(model) == before
+
+
+def test_layers_are_ours_only_inside(model: PreTrainedModel) -> None:
+    cache = DynamicCache(config=model.config)
+    forward(model, tokens(1, 60), cache, None)
+    assert not any(isinstance(layer, EvictingLayer) for layer in cache.layers)
