@@ -1,0 +1,5 @@
+"""``python -m kvpolicy.cli``."""
+
+from kvpolicy.cli import app
+
+app()

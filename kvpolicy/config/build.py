@@ -1,0 +1,101 @@
+"""A resolved policy file made into a `Policy`: each name becomes a plugin, children before parents."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from kvpolicy.config.source import Item, Place, fault, show
+from kvpolicy.errors import NOTHING, PolicyError, PolicyFileError, SettingError, nearest
+from kvpolicy.plugin import child_fields
+from kvpolicy.policy import Budget, Policy
+from kvpolicy.registry import WHAT, registry
+
+T = TypeVar("T")
+Path = tuple[str, ...]
+Builder = Callable[[Item, Path], object]
+
+
+def build(whole: Item) -> Policy:
+    """Return the policy that a resolved mapping declares.
+
+    Raises:
+        PolicyFileError: when a name is unknown or a setting is wrong; with the place and the nearest valid name.
+    """
+    builders: dict[str, Builder] = {
+        "score": partial(_plugin, "score"),
+        "budget": _budget,
+        "select": partial(_plugin, "selector"),
+    }
+    return _make(Policy, whole, (), builders)
+
+
+def _budget(item: Item, path: Path) -> Budget:
+    return _make(Budget, item, path, {name: partial(_plugin, name) for name in ("layers", "heads")})
+
+
+def _plugin(kind: str, item: Item, path: Path) -> object:
+    """Return the plugin that a bare name or a mapping with `type` stands for."""
+    where = ".".join(path)
+    named = item.value.get("type") if isinstance(item.value, dict) else item
+    if named is None or not isinstance(named.value, str):
+        found = item if named is None else named
+        expected = f"expected a {WHAT[kind]}: its name, or a mapping with its name as 'type'"
+        known = nearest("", registry().names(kind))
+        raise fault((found.place, f"{where}: {expected}, got {show(found.plain)}.{known}"))
+    try:
+        cls = registry().get(kind, named.value).value
+    except PolicyError as error:
+        raise fault((named.place, f"{where}: {error}")) from None
+    below = {name: part for name, part in item.value.items() if name != "type"} if named is not item else {}
+    builders = {name: _child(cls, name) for name in child_fields(cls)}
+    return _make(cls, Item(below, item.place, item.key), path, builders)
+
+
+def _child(cls: type, name: str) -> Builder:
+    """Return what builds the field `name` of `cls`: one part of the score, or a list of them."""
+    hint = typing.get_type_hints(cls)[name]
+    return _plugins if typing.get_origin(hint) is tuple else partial(_plugin, "score")
+
+
+def _plugins(item: Item, path: Path) -> list[object]:
+    if not isinstance(item.value, list):
+        where = ".".join(path)
+        raise fault((item.place, f"{where}: expected a list of scorers or combiners, got {show(item.plain)}"))
+    return [_plugin("score", part, (*path[:-1], f"{path[-1]}[{at}]")) for at, part in enumerate(item.value)]
+
+
+def _make(cls: type[T], item: Item, path: Path, builders: Mapping[str, Builder]) -> T:
+    """Return an instance of `cls` with the settings in `item`, those with a builder built by it."""
+    settings: dict[str, Any] = {}
+    for name, part in item.value.items():
+        settings[name] = builders[name](part, (*path, name)) if name in builders else part.plain
+    try:
+        return cls(**settings)
+    except SettingError as error:
+        raise _located(error, item, path) from None
+
+
+def _located(error: SettingError, item: Item, path: Path) -> PolicyFileError:
+    """Return the error with the place of each problem, as near as `item` knows it."""
+    problems: list[tuple[Place, str]] = []
+    for location, kind, message, found in error.problems:
+        at, where = item, ".".join(path)
+        for part in location:
+            if isinstance(at.value, dict):
+                where = f"{where}.{part}".lstrip(".")
+                if part not in at.value:
+                    break
+                at = at.value[part]
+            elif isinstance(at.value, list) and isinstance(part, int):
+                where += f"[{part}]"
+                at = at.value[part]
+            else:
+                # Below a scalar, pydantic goes on with the types it tried.
+                break
+        place = at.key if kind == "unexpected_keyword_argument" and at.key else at.place
+        text = message if found is NOTHING else f"{message}, got {show(found)}"
+        problems.append((place, f"{where}: {text}" if where else text))
+    return fault(*problems)

@@ -1,0 +1,139 @@
+"""Importing: what it must not do, and which room may import which (DESIGN, "Flow and rooms")."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvpolicy
+
+PACKAGE = Path(kvpolicy.__file__).parent
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+STAGES = {"capture", "scorers", "combiners", "budgets", "selectors", "store", "attend"}
+SHARED = {"types", "errors", "plugin", "hookspecs", "maths", "redundancy", "step"}
+LIBRARIES = {"torch", "einops", "pydantic", "annotated_types"}
+MAY_IMPORT_TRANSFORMERS = {"capture", "store", "attend", "session", "testing", "models"}
+
+
+def room(module: str) -> str:
+    """Return the first name below the package: ``scorers`` of ``scorers/snapkv.py``."""
+    return module.removesuffix(".py").split("/")[0]
+
+
+def imported(source: str) -> set[str]:
+    """Return the full names that Python source imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide what they import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def breaches(module: str, source: str) -> list[str]:
+    """Return the imports of a module that its room forbids."""
+    here = room(module)
+    found = []
+    for name in sorted(imported(source)):
+        library, _, inside = name.partition(".")
+        if library == "transformers" and here not in MAY_IMPORT_TRANSFORMERS:
+            found.append(name)
+        if here not in STAGES or library in sys.stdlib_module_names or library == "transformers":
+            continue
+        allowed = room(inside.replace(".", "/")) in {here, *SHARED} if library == "kvpolicy" else library in LIBRARIES
+        if not allowed:
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_room_imports_only_what_it_may(module: str) -> None:
+    assert breaches(module, (PACKAGE / module).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        (
+            "scorers/new.py",
+            "from kvpolicy.budgets.uniform import UniformHeads",
+            ["kvpolicy.budgets.uniform.UniformHeads"],
+        ),
+        ("scorers/new.py", "from kvpolicy import selectors", ["kvpolicy.selectors"]),
+        ("scorers/new.py", "def f():\n    import kvpolicy.policy", ["kvpolicy.policy"]),
+        ("scorers/new.py", "from transformers import Cache", ["transformers.Cache"]),
+        ("budgets/new.py", "import numpy", ["numpy"]),
+        ("attend.py", "from kvpolicy.store.dense import DenseStore", ["kvpolicy.store.dense.DenseStore"]),
+        ("store/new.py", "from kvpolicy.capture import layer_view", ["kvpolicy.capture.layer_view"]),
+        ("config/new.py", "import transformers.cache_utils", ["transformers.cache_utils"]),
+        (
+            "store/new.py",
+            "import transformers, math\nfrom kvpolicy.store import dense\nfrom kvpolicy.maths import ranks",
+            [],
+        ),
+        ("cli/new.py", "import yaml\nfrom kvpolicy import scorers", []),
+    ],
+)
+def test_the_rules_see_a_breach(module: str, source: str, found: list[str]) -> None:
+    assert breaches(module, source) == found
+
+
+def in_a_fresh_process(code: str) -> str:
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+def test_importing_loads_neither_torch_nor_transformers() -> None:
+    heavy = "sorted({'torch', 'transformers', 'pydantic', 'yaml'} & set(sys.modules))"
+    assert in_a_fresh_process(f"import sys, kvpolicy; print({heavy})") == "[]"
+    assert in_a_fresh_process(f"import sys, kvpolicy.cli; print({heavy})") == "[]"
+
+
+@pytest.mark.parametrize("command", [["list"], ["show", "ecokv"], ["schema"], ["validate", "/nowhere.yaml"]])
+def test_a_light_command_does_not_load_transformers(command: list[str]) -> None:
+    code = (
+        "import sys\nfrom kvpolicy.cli import app\n"
+        f"try: app({command!r})\n"
+        "except SystemExit: print('transformers' in sys.modules)"
+    )
+    assert in_a_fresh_process(code).splitlines()[-1] == "False"
+
+
+def test_importing_changes_nothing_in_transformers_or_torch() -> None:
+    code = """
+import torch
+import transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def state():
+    attention = dict(ALL_ATTENTION_FUNCTIONS.items())
+    masks = dict(ALL_MASK_ATTENTION_FUNCTIONS.items())
+    threads = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed()
+    return attention, masks, threads, transformers.DynamicCache, torch.nn.functional.scaled_dot_product_attention
+
+before = state()
+import kvpolicy
+for name in kvpolicy.__all__:
+    getattr(kvpolicy, name)
+kvpolicy.load("ecokv-snapkv")
+assert state() == before
+print("unchanged")
+"""
+    assert in_a_fresh_process(code) == "unchanged"
+
+
+def test_every_public_name_is_there() -> None:
+    for name in kvpolicy.__all__:
+        assert getattr(kvpolicy, name) is not None
+    assert dir(kvpolicy) == sorted(kvpolicy.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        kvpolicy.nonsense  # noqa: B018
