@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvpolicy import functional, models
     from kvpolicy.config import load
     from kvpolicy.errors import KVPolicyError
     from kvpolicy.hookspecs import hookimpl
@@ -32,6 +33,8 @@ _HOME = {
     "Selection": "types",
 }
 
+_MODULES = ("functional", "models")
+
 __all__ = [
     "Budget",
     "KVPolicyError",
@@ -43,13 +46,17 @@ __all__ = [
     "Score",
     "Scores",
     "Selection",
+    "functional",
     "hookimpl",
     "load",
+    "models",
     "settings",
 ]
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"kvpolicy.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'kvpolicy' has no attribute {name!r}")
     return getattr(importlib.import_module(f"kvpolicy.{_HOME[name]}"), name)

@@ -221,10 +221,15 @@ def walk(node: Node) -> Iterator[Node]:
             yield from walk(below)
 
 
+def role_of(scorer: object) -> str:
+    """Return what a scorer, or a scorer class, measures: "importance" unless it says otherwise."""
+    return str(getattr(scorer, "role", "importance"))
+
+
 def importance_of(node: Node) -> Node | None:
     """Return the part of a score tree that measures importance, or None where there is none."""
     below = children(node)
     if "importance" in below:
         return typing.cast(Node, below["importance"])
     leaves = [leaf for leaf in walk(node) if not children(leaf)]
-    return node if all(getattr(leaf, "role", "importance") == "importance" for leaf in leaves) else None
+    return node if all(role_of(leaf) == "importance" for leaf in leaves) else None

@@ -43,8 +43,8 @@ class Budget:
     name = "budget"
     tokens: Annotated[int, Ge(1)] | None = None
     keep: Annotated[float, Gt(0), Le(1)] | None = None
-    layers: LayerBudget = Field(default_factory=UniformLayers)
-    heads: HeadBudget = Field(default_factory=UniformHeads)
+    layers: LayerBudget = Field(default_factory=UniformLayers, kw_only=True)
+    heads: HeadBudget = Field(default_factory=UniformHeads, kw_only=True)
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.keep is None):
@@ -56,7 +56,8 @@ class Budget:
         if self.tokens is not None:
             return torch.full_like(seen, self.tokens)
         # An exact fraction: 0.29 of 50 is 14.5 and rounds to 15, where 0.29 * 50 in floating point is under 14.5.
-        share = Fraction(str(self.keep))
+        # Of nine digits, as int64 has to hold twice its product with the tokens seen.
+        share = Fraction(str(self.keep)).limit_denominator(10**9)
         return ((2 * share.numerator * seen + share.denominator) // (2 * share.denominator)).clamp(min=1)
 
 
@@ -80,7 +81,7 @@ class Policy:
     name: str
     score: Score
     budget: Budget
-    select: Selector = Field(default_factory=TopK)
+    select: Selector = Field(default_factory=TopK, kw_only=True)
     description: str = ""
 
     def __post_init__(self) -> None:

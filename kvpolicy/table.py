@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,12 +15,17 @@ if TYPE_CHECKING:
 
 
 def report_table(report: Report) -> str:
-    """Return `report` as a text table: a line a layer, then the totals."""
+    """Return `report` as a text table: a line for each run of like layers, then the totals."""
+    if not report.layers:
+        return f"policy {report.policy}: nothing has run yet"
     table = Table(title=f"policy {report.policy}", title_justify="left")
-    for heading in ("layer", "seen", "kept a head (least, mean, most)", "KV bytes", "of full"):
+    for heading in ("layers", "seen", "kept a head (least, mean, most)", "KV bytes a layer", "of full"):
         table.add_column(heading, justify="right")
-    for one in report.layers.values():
-        table.add_row(str(one.layer), f"{one.seen:,}", _kept(one), f"{one.bytes:,}", _share(one.bytes, one.bytes_full))
+    for _, group in groupby(report.layers.values(), key=lambda one: replace(one, layer=0)):
+        first, *rest = group
+        layers = f"{first.layer}-{rest[-1].layer}" if rest else str(first.layer)
+        share = _share(first.bytes, first.bytes_full)
+        table.add_row(layers, f"{first.seen:,}", _kept(first), f"{first.bytes:,}", share)
     table.add_section()
     table.add_row("all", "", "", f"{report.bytes:,}", _share(report.bytes, report.bytes_full))
     seconds = ", ".join(f"{stage} {spent:.3f}" for stage, spent in report.stopwatch.seconds().items())
@@ -27,7 +34,7 @@ def report_table(report: Report) -> str:
         table.caption += f"\nlayers left alone: {', '.join(map(str, report.left_alone))}"
     out = io.StringIO()
     Console(file=out, width=100).print(table)
-    return out.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
 def _kept(record: LayerRecord) -> str:

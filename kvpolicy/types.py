@@ -50,7 +50,7 @@ class LayerView:
         queries: ``[B, Hq, W, Dk]``, the last W queries of each row, oldest first; query head h reads KV head h // G.
         valid: bool, ``[B, T]`` or ``[B, Hkv, T]``: False for padding and empty slots. Default: all valid.
         query_slots: int64 ``[B, W]``: the slot each query belongs to, -1 where a row has fewer than W.
-            Default: the last W slots.
+            Default: the last W slots, those of padding excepted.
         candidates: bool ``[B, Hkv, T]``: valid and not protected, the slots a score decides. Default: `valid`.
         seen: int64 ``[B]``: tokens seen by each row, padding excluded. Default: the valid slots.
         layer: the model's own layer index.
@@ -107,8 +107,8 @@ class LayerView:
         if window > slots:
             raise ViewError(f"queries: expected at most one a slot ({slots}), got {window}")
         if self.query_slots is None:
-            last = torch.arange(slots - window, slots, device=self.keys.device).expand(batch, -1)
-            object.__setattr__(self, "query_slots", last)
+            last = torch.arange(slots - window, slots, device=self.keys.device)
+            object.__setattr__(self, "query_slots", last.where(self.valid.any(1)[:, slots - window :], -1))
         _expect("query_slots", self.query_slots, (batch, window), torch.int64)
 
     @property
@@ -156,9 +156,12 @@ class _LimitedView(LayerView):
             if not getattr(read(self, "needs"), _DECLARED[name]):
                 reader = read(self, "reader")
                 raise PluginError(f"{reader} reads '{name}' but declares {read(self, 'needs')}. Add it to its `needs`.")
-            if name == "queries" and read(self, "queries") is None:
+            if read(self, "queries") is None and _DECLARED[name] == "queries":
                 raise ViewError(f"{read(self, 'reader')} needs queries, but the view has none")
         return object.__getattribute__(self, name)
+
+    def __repr__(self) -> str:
+        return f"LayerView(layer={self.layer}, valid={list(self.valid.shape)}, read by {self.reader})"
 
     @property
     def slots(self) -> int:

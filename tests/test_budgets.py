@@ -40,6 +40,13 @@ def test_layers_add_up_for_every_length_and_budget(allocate: LayerBudget, layers
         assert bool((got.diff(dim=-1) <= 0).all()), "a later layer keeps more"
 
 
+@pytest.mark.parametrize("keep", [1 / 3, 0.29, 2**-0.5, 0.123456789012345, 1e-20, 0.999999999, 1.0])
+def test_a_share_is_rounded_half_up_however_long_the_prompt(keep: float) -> None:
+    seen = [1, 2, 50, 1383, 1387, 9_999, 131_072, 1_000_003, 10_000_000]
+    got = Budget(keep=keep).slots(torch.tensor(seen)).tolist()
+    assert got == [max(1, (2 * Fraction(str(keep)) * n + 1) // 2) for n in seen]
+
+
 @pytest.mark.parametrize("beta", [1, 1.5, 20, 20.125, 1000])
 def test_pyramid_equals_its_twin(beta: float) -> None:
     for layers in (1, 2, 5, 12, 30):
@@ -56,6 +63,14 @@ def test_pyramid_slopes_as_the_paper_says() -> None:
     steps = {a - b for a, b in pairwise(got)}
     assert steps <= {33, 34}  # (998.4 - 25.6) / 29 = 33.5
     assert PyramidLayers(beta=1)(torch.tensor([512]), torch.tensor([4096]), 30).unique().tolist() == [512]
+
+
+def test_a_row_without_tokens_keeps_none() -> None:
+    nothing = torch.tensor([0, 5])
+    assert PyramidLayers()(torch.tensor([1, 1]), nothing, 4).tolist() == [[0] * 4, [1] * 4]
+    view = heads_view(5, 2)
+    view = LayerView(keys=view.keys, values=view.values, valid=view.valid[:, 0] & torch.tensor([[False], [True]]))
+    assert AdaptiveHeads()(view, torch.zeros(2, 3, 5), torch.tensor([1, 1])).tolist() == [[0] * 3, [1] * 3]
 
 
 def test_pyramid_stays_exact_for_long_prompts() -> None:

@@ -14,14 +14,14 @@ from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
 from kvpolicy.combiners.fixed import Fixed
 from kvpolicy.config import describe, dump, to_yaml
 from kvpolicy.config.source import parse, to_text
-from kvpolicy.registry import registry
+from kvpolicy.registry import Registry, new_manager
 from kvpolicy.scorers.cosine_diversity import CosineDiversity
 from kvpolicy.scorers.key_norm import KeyNorm
 from kvpolicy.scorers.random import Random
 from kvpolicy.scorers.snapkv import SnapKV
 from kvpolicy.selectors.top_k import TopK
 
-SHIPPED = registry().names("policy")
+SHIPPED = Registry(new_manager()).names("policy")
 Write = Callable[..., Path]
 
 
@@ -226,12 +226,16 @@ def test_a_shipped_policy_survives_writing(name: str) -> None:
 
 
 def test_a_dump_is_full_and_in_order() -> None:
-    dumped = dump(kvpolicy.load("ada-kv", budget=0.5))
+    policy = kvpolicy.load(
+        {"select": {"recent": 2}, "budget": {"heads": "adaptive", "keep": 0.5}, "score": "snapkv", "name": "mine"}
+    )
+    dumped = dump(policy)
     assert list(dumped) == ["name", "description", "score", "budget", "select"]
-    assert dumped["score"] == {"type": "snapkv", "window": 32, "kernel": 7, "pooling": "max"}
+    assert dumped["score"] == {"type": "snapkv", "window": 32, "kernel": 5, "pooling": "avg"}
     heads = {"type": "adaptive", "floor": 0.2, "by": "score"}
     assert dumped["budget"] == {"keep": 0.5, "layers": "uniform", "heads": heads}
-    assert dumped == kvpolicy.load("ada-kv", budget=0.5).to_dict()
+    assert dumped["select"] == {"type": "top-k", "sinks": 4, "recent": 2}
+    assert dumped == policy.to_dict()
 
 
 @settings(deadline=None)
@@ -246,3 +250,13 @@ def test_any_number_survives_writing(number: object) -> None:
     found = parse(to_text({"key": number}), "x").plain["key"]
     assert found == number
     assert type(found) is type(number)
+
+
+def test_only_an_importance_is_inherited() -> None:
+    with pytest.raises(kvpolicy.errors.PolicyFileError, match="importance to inherit, got that of 'random', whose role is 'other'"):
+        kvpolicy.load({"extends": ["random", "ecokv"]})
+
+
+def test_a_composition_is_called_after_its_parts() -> None:
+    assert kvpolicy.load({"extends": ["ada-kv", "ecokv"]}).name == "ada-kv + ecokv"
+    assert kvpolicy.load({"extends": "ada-kv"}).name == "ada-kv"

@@ -86,7 +86,7 @@ def refusal(source: Any, **keywords: Any) -> PolicyFileError:
         ),
         (
             "score: random\nbudget: {tokens: 64, heads: pyramid}\n",
-            "2:29: budget.heads: unknown head budget 'pyramid'. Known: adaptive, uniform.",
+            "2:29: budget.heads: unknown head budget 'pyramid'. Known: adaptive, ",
         ),
         ("score: random\nbudget: 64\nselect: topk\n", "3:9: select: unknown selector 'topk'. Did you mean 'top-k'?"),
         ("score: random\nbudget: 64\nselect: {sinks: -1}\n", "3:17: select.sinks: expected a number greater than or"),
@@ -120,6 +120,8 @@ def refusal(source: Any, **keywords: Any) -> PolicyFileError:
         (b"name: caf\xe9\n", "1:10: expected UTF-8 text, got the byte 0xe9"),
         (b"name: x\n# ok\ndescription: \xff\xfe\n", "3:14: expected UTF-8 text, got the byte 0xff"),
         ("score: !!int abc\n", '1:8: expected a value of type int, got "abc"'),
+        ("score: !!int 1_000\n", '1:8: expected a value of type int, got "1_000"'),
+        ("score: !!bool yes\n", '1:8: expected a value of type bool, got "yes"'),
         ("score: !!timestamp 2026-01-31\n", "1:8: expected plain YAML, got the tag 'tag:yaml.org,2002:timestamp'"),
         ("score: !!set {a}\n", "1:8: expected plain YAML, got the tag 'tag:yaml.org,2002:set'"),
         ("score: !mine {a: 1}\n", "1:8: expected plain YAML, got the tag '!mine'"),

@@ -216,6 +216,29 @@ def test_the_shipped_policies_are_these() -> None:
         assert policy.name == name and policy.description and "\n" not in policy.description
 
 
+def test_published_settings() -> None:
+    """Those of the papers and of their authors' code."""
+    load = kvpolicy.load
+    assert load("snapkv").score == SnapKV(window=32, kernel=5, pooling="avg")
+    assert load("snapkv").select == TopK(sinks=4, recent=32)
+    assert load("ada-kv").score == SnapKV(window=32, kernel=7, pooling="max")
+    assert load("ada-kv").budget == Budget(tokens=512, heads=AdaptiveHeads(floor=0.2, by="importance"))
+    assert load("pyramidkv").budget == Budget(tokens=512, layers=PyramidLayers(beta=20))
+    assert load("pyramidkv").score == load("snapkv").score
+    assert (load("key-norm").score, load("key-diff").score) == (KeyNorm(), KeyDiff())
+    for name, below in (("mixkv-snapkv", "snapkv"), ("mixkv-ada-kv", "ada-kv")):
+        inputs = [load(below).score, ValueNorm()]
+        assert load(name).score == RedundancyAdaptive(
+            importance=Fixed(inputs=inputs, weights=[1, 1], normalize="match-importance"),
+            diversity=CosineDiversity(),
+            redundancy="cosine",
+        )
+        assert load(name).select == load(below).select
+    assert load("mixkv-ada-kv").budget == load("ada-kv").budget
+    assert load("ecokv").score.redundancy == "both"
+    assert load("ecokv").score.diversity == Fixed(inputs=[CosineDiversity(), EuclideanDiversity()], weights=[0.5, 0.5])
+
+
 def test_streaming_llm_keeps_the_first_and_the_last() -> None:
     kept = kvpolicy.load("streaming-llm", budget=10).plan([make_view(batch=1, slots=50)])
     assert kept.tolist() == [[[[0, 1, 2, 3, *range(44, 50)]] * 2]]
@@ -237,8 +260,8 @@ def test_ecokv_is_laid_over_the_policy_below() -> None:
 @pytest.mark.parametrize("score", SCORES, ids=repr)
 def test_functional_equals_the_row_alone(score: Any, padding: str) -> None:
     """From all queries of a padded batch; only a row's own tokens and queries count."""
-    full = make_view(slots=20, window=20, padding="none")
-    view = make_view(slots=20, window=20, padding=padding)
+    full = make_view(slots=12, window=12, padding="none")
+    view = make_view(slots=12, window=12, padding=padding)
     policy = Policy(name="test", score=score, budget=Budget(tokens=7), select=TopK(sinks=1, recent=2))
     tensors = (full.queries, full.keys, full.values)
     scores = functional.score(score, *tensors, valid=view.valid[:, 0])

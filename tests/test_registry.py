@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,14 @@ def registered(*plugins: object, origins: Iterable[str] = ("one 1.0", "two 2.0",
 
 
 def test_the_built_ins_come_from_kvpolicy() -> None:
-    entry = registry().get("score", "random")
+    built_in = Registry(new_manager())
+    entry = built_in.get("score", "random")
     assert (entry.kind, entry.value) == ("scorer", Random)
-    assert {entry.origin.split()[0] for entry in registry().entries()} == {"kvpolicy"}
-    assert {entry.kind for entry in registry().entries()} == {*KINDS, "policy"}
+    assert {entry.origin for entry in built_in.entries()} == {f"kvpolicy {version('kvpolicy')}"}
+    assert {entry.kind for entry in built_in.entries()} == {*KINDS, "policy"}
+    assert {(entry.kind, entry.name) for entry in built_in.entries()} <= {
+        (entry.kind, entry.name) for entry in registry().entries()
+    }
 
 
 def test_a_plugin_may_offer_every_kind(tmp_path: Path) -> None:
@@ -152,9 +157,9 @@ def test_a_wrong_offer_is_its_distributions_fault(hooks: dict[str, Any], says: s
 
 def test_an_unknown_name_lists_the_nearest() -> None:
     with pytest.raises(PolicyError, match=r"unknown scorer or combiner 'snapkb'\. Did you mean 'snapkv'"):
-        registry().get("score", "snapkb")
+        Registry(new_manager()).get("score", "snapkb")
     with pytest.raises(PolicyError, match=r"unknown head budget 'pyramid'. Known: adaptive, uniform\."):
-        registry().get("heads", "pyramid")
+        Registry(new_manager()).get("heads", "pyramid")
 
 
 # A stranger's package, installed: a module and what an installer writes beside it.

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import kvpolicy
@@ -71,6 +78,14 @@ def test_report_counts_what_is_stored(model: PreTrainedModel, name: str) -> None
     assert report["bytes"] == sum(layer["bytes"] for layer in report["layers"])
     assert report["bytes_full"] == 3 * 2 * 2 * 201 * 16 * 4 or report["bytes_full"] == 3 * 2 * 2 * 201 * 2 * 8 * 4
     assert name in str(run.report)
+
+
+def test_the_first_new_token_sees_the_full_cache(model: PreTrainedModel) -> None:
+    ids = tokens(2, 90)
+    want = forward(model, ids, DynamicCache(config=model.config), None)
+    with kvpolicy.load("random", budget=16).on(model):
+        got = forward(model, ids, DynamicCache(config=model.config), None)
+    assert torch.equal(got, want)
 
 
 def test_next_position_comes_from_tokens_seen(model: PreTrainedModel) -> None:
@@ -250,6 +265,15 @@ def test_crop_gives_back_tokens_since_the_eviction(model: PreTrainedModel, evict
         evicted.layers[0].crop(-2)
 
 
+@pytest.mark.parametrize("drafts", ["prompt lookup", "assistant"])
+@pytest.mark.parametrize("name", ["snapkv", "ada-kv"])
+def test_decoding_with_drafts_is_refused(model: PreTrainedModel, name: str, drafts: str) -> None:
+    how = {"prompt_lookup_num_tokens": 3} if drafts == "prompt lookup" else {"assistant_model": tiny()}
+    ids = tokens(1, 20).repeat(1, 3)
+    with kvpolicy.load(name, budget=40).on(model), pytest.raises(UnsupportedModelError, match="drafts"):
+        generate(model, ids, **how)
+
+
 def test_rows_follow_reorder_repeat_and_select(model: PreTrainedModel, evicted: DynamicCache) -> None:
     step = tokens(2, 1, seed=5)
     want = forward(model, step, evicted, None)
@@ -287,6 +311,19 @@ def test_reset_makes_a_cache_new(model: PreTrainedModel, evicted: DynamicCache) 
     forward(model, tokens(2, 50), evicted, None)
     assert evicted.get_seq_length() == 50
     assert sum(evicted.layers[0].kept[0]) == 80
+
+
+def test_a_new_token_that_is_padding_is_not_attended_to(model: PreTrainedModel, evicted: DynamicCache) -> None:
+    """Heads of different lengths, a batch in which one row has already ended."""
+    step, more = tokens(2, 1, seed=5), tokens(2, 1, seed=6)
+    mask = torch.ones(2, 62, dtype=torch.int64)
+    mask[1, 60] = 0
+    forward(model, step, evicted, mask[:, :61])
+    got = forward(model, more, evicted, mask)
+    evicted.crop(-2)
+    want = forward(model, more, evicted, None)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(got[0], want[0], rtol=1e-2, atol=1e-2)
 
 
 def test_a_follow_up_turn_holds_the_budget(model: PreTrainedModel, evicted: DynamicCache) -> None:
@@ -357,6 +394,54 @@ def test_refuses_what_is_no_decoder() -> None:
         kvpolicy.load("snapkv").on("gpt2")
     with pytest.raises(PolicyError, match="'raise' or 'warn'"):
         kvpolicy.load("snapkv").on(tiny(), inactive="ignore")
+
+
+_TINY = {"vocab_size": 128, "hidden_size": 48, "pad_token_id": 0, "eos_token_id": None}
+_LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("bloom", {"n_layer": 2, "n_head": 4}, r"layers \[0, 1\] do not attend through"),
+        ("falcon", _LAYERS, r"layers \[0, 1\] do not attend through"),
+        ("mamba", {"num_hidden_layers": 2}, "no full-attention layer"),
+        (
+            "deepseek_v3",
+            {
+                **_LAYERS,
+                "num_key_value_heads": 4,
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 12,
+                "first_k_dense_replace": 2,
+            },
+            "with the keys they cache",
+        ),
+    ],
+)
+def test_models_that_cannot_be_evicted_from_are_refused(kind: str, settings: dict[str, object], reason: str) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **_TINY, **settings)).eval()
+    before = fingerprint(model)
+    with kvpolicy.load("snapkv", budget=40).on(model), pytest.raises(UnsupportedModelError, match=reason):
+        generate(model, tokens(1, 60))
+    assert fingerprint(model) == before
+
+
+def test_a_layer_that_attends_twice_evicts_once() -> None:
+    settings = {**_TINY, **_LAYERS, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("diffllama", **settings)).eval()
+    with kvpolicy.load("ada-kv", budget=40).on(model) as run:
+        generate(model, tokens(1, 60), new=3)
+    assert [sum(layer.kept[0]) for layer in run.report.layers.values()] == [84, 84]
+
+
+def test_encoder_decoders_are_refused() -> None:
+    config = AutoConfig.for_model("t5", vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder T5"):
+        kvpolicy.load("snapkv").on(AutoModelForSeq2SeqLM.from_config(config))
 
 
 def test_refuses_an_unknown_attention_implementation(model: PreTrainedModel) -> None:

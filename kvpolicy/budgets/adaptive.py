@@ -59,13 +59,12 @@ class AdaptiveHeads:
         share = Fraction(str(self.floor)).limit_denominator(10**9)
         protected = view.valid & ~view.candidates
         floor = ((share.numerator * tokens + share.denominator - 1) // share.denominator).clamp(min=1)
-        floor = torch.maximum(floor[:, None], protected.sum(-1))
 
         order = scores.where(view.candidates, -torch.inf).where(~protected, torch.inf)
         best_first = order.sort(-1, descending=True).values
         place = torch.arange(view.slots, device=tokens.device)
-        # Slots within the floor come before all others; invalid ones (-inf) come last even there.
-        granted = (place < floor[..., None]) & (best_first > -torch.inf)
+        # Protected slots and those within the floor come before all others; invalid ones (-inf) come last even there.
+        granted = (place < floor[:, None, None]) & (best_first > -torch.inf)
         entries = rearrange(best_first.where(~granted, torch.inf), "b h t -> b (t h)")
         total = torch.minimum(view.kv_heads * tokens, view.valid.sum((-2, -1)))
         won = ranks(entries) < total[:, None]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvpolicy.config.source import Item, Place, fault, from_python, read, show
 from kvpolicy.errors import PolicyError, PolicyFileError, nearest
+from kvpolicy.plugin import child_fields, role_of
 from kvpolicy.registry import INHERITED, registry
 
 KEYS = ("name", "description", "extends", "score", "budget", "select")
@@ -156,8 +157,27 @@ def _inherit(item: Item, score: Item | None) -> Item:
     if score is None:
         raise fault((item.place, "score: expected a policy to inherit the importance of; this one extends none"))
     part = score.value["importance"] if isinstance(score.value, dict) and "importance" in score.value else score
+    for cls in _scorers(part):
+        role = role_of(cls)
+        if role != "importance":
+            got = f"'{getattr(cls, 'name', cls.__name__)}', whose role is '{role}'"
+            raise fault((item.place, f"score: expected a base with an importance to inherit, got that of {got}"))
     settings = {name: part for name, part in below.items() if name != "type"}
     return merge(part, replace(item, value=settings)) if settings else replace(part, key=item.key)
+
+
+def _scorers(item: Item) -> Iterator[type]:
+    """Yield the scorer classes of a score; an unknown name is left to `build`, which says where it is."""
+    named = _mapping(item)
+    if named is None or "type" not in named or named["type"].value not in registry().names("score"):
+        return
+    cls = registry().get("score", named["type"].value).value
+    fields = child_fields(cls)
+    if not fields:
+        yield cls
+    for below in (named[name] for name in fields if name in named):
+        for part in below.value if isinstance(below.value, list) else [below]:
+            yield from _scorers(part)
 
 
 def _document(item: Item, title: str, file: Path | None = None) -> Document:
@@ -166,11 +186,12 @@ def _document(item: Item, title: str, file: Path | None = None) -> Document:
         if name not in KEYS:
             raise fault((below.key or below.place, f"unknown setting {name!r} of a policy.{nearest(name, KEYS)}"))
     body = {name: below for name, below in item.value.items() if name != "extends"}
-    if file is not None and "name" not in body:
-        # Its base's name would be taken for the base itself.
-        body["name"] = Item(file.stem, item.place)
-    extends = item.value.get("extends")
-    return Document(replace(item, value=body), () if extends is None else _extended(extends), title, file)
+    extends = () if "extends" not in item.value else _extended(item.value["extends"])
+    if "name" not in body and (file is not None or len(extends) > 1):
+        # A base's name would be taken for the base itself.
+        name = " + ".join(one.value for one in extends) if file is None else file.stem
+        body["name"] = Item(name, item.place)
+    return Document(replace(item, value=body), extends, title, file)
 
 
 def _extended(item: Item) -> tuple[Item, ...]:

@@ -46,6 +46,10 @@ class Session:
         self._entered = 0
         self._hooks: list[RemovableHandle] = []
 
+    def __repr__(self) -> str:
+        state = "active" if self.active else "not active"
+        return f"<Session of policy '{self.policy.name}', {state}; what it did is in .report>"
+
     @property
     def active(self) -> bool:
         """Whether the session is entered."""

@@ -23,6 +23,8 @@ def find_decoders(model: nn.Module) -> list[PreTrainedModel]:
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"model: expected a transformers model, got {type(model).__name__}")
+    if any(isinstance(module, PreTrainedModel) and module.config.is_encoder_decoder for module in model.modules()):
+        raise UnsupportedModelError(f"model: expected a decoder, got the encoder-decoder {type(model).__name__}")
     takers = [
         module
         for module in model.modules()

@@ -114,11 +114,18 @@ class EvictingLayer(DynamicLayer):
         """Remove the last tokens: `-n` removes n, a positive number is the length to return to.
 
         Raises:
-            UnsupportedModelError: when that reaches back to tokens among which some were evicted.
+            UnsupportedModelError: when that reaches back to tokens among which some were evicted, or comes right after
+                an eviction: only decoding with drafts (assisted, prompt lookup) crops there, by nothing where it
+                accepts them all, and its drafts were scored as if they belonged to the prompt.
         """
         count = -tokens_to_remove if tokens_to_remove <= 0 else max(self.seen - tokens_to_remove, 0)
-        if not count or self.store is None:
+        if self.store is None:
             return
+        if self.settled_at and self.seen == self.settled_at:
+            raise UnsupportedModelError(
+                f"crop: layer {self.index} has just evicted. Assisted and prompt-lookup decoding cannot run under a "
+                "policy: their drafts come in one pass with the prompt"
+            )
         if self.seen - count < self.settled_at:
             raise UnsupportedModelError(
                 f"crop: expected at most the {self.seen - self.settled_at} tokens that layer {self.index} has seen "

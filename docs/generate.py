@@ -1,0 +1,95 @@
+"""Writes the parts of the pages that are made from the code: ``python docs/generate.py``.
+
+A page holds such a part between ``<!-- generated: NAME -->`` and ``<!-- end -->``. A test fails where a page says
+anything else than this script would write.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.config import describe, schema
+from kvpolicy.config.docstrings import summary
+from kvpolicy.registry import Entry, Registry, new_manager
+
+DOCS = Path(__file__).parent
+EXAMPLE = DOCS.parent / "plugins" / "kvpolicy-example"
+PART = re.compile(r"(?<=^<!-- generated: )([\w-]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+
+
+def rewritten(text: str) -> str:
+    """Return the text of a page with each generated part as it has to be."""
+    return PART.sub(lambda found: f"{found[1]}{found[2]}\n{part(found[1])}\n", text)
+
+
+def part(name: str) -> str:
+    """Return one generated part, in Markdown: that of a kind of plugin, of the policies or of the example plugin."""
+    if name == "example-scorer":
+        return _code("python", EXAMPLE / "kvpolicy_example.py")
+    if name == "example-project":
+        return _code("toml", EXAMPLE / "pyproject.toml")
+    if name == "example-test":
+        # It imports the installed package: tests/test_plugin_example.py runs it.
+        return "<!-- skip: next -->\n" + _code("python", EXAMPLE / "test_kvpolicy_example.py")
+    # Without the plugins that happen to be installed here.
+    entries = Registry(new_manager()).entries(name)
+    if name == "policy":
+        rows = [f"| `{entry.name}` | {_cell(describe(entry.name))} |" for entry in entries]
+        return "\n".join(["| policy | what it is |", "| --- | --- |", *rows, ""])
+    return "\n".join(_plugin(entry) for entry in entries)
+
+
+def _code(language: str, path: Path) -> str:
+    return f"```{language}\n{path.read_text()}```\n"
+
+
+def _plugin(entry: Entry) -> str:
+    """Return what one plugin is, its formula and source, and the table of its settings."""
+    source = "kvpolicy, so ours" if entry.value.source == "kvpolicy" else entry.value.source
+    about = [f"### `{entry.name}`\n", f"{summary(entry.value)}\n", f"`{entry.value.formula}`\n", f"Source: {source}.\n"]
+    settings: dict[str, Any] = schema()["$defs"][f"{entry.kind}.{entry.name}"]["properties"]
+    rows = [_row(name, setting) for name, setting in settings.items() if name != "type"]
+    if not rows:
+        return "\n".join([*about, "No settings.\n"])
+    return "\n".join([*about, "| setting | value | default | what it does |", "| --- | --- | --- | --- |", *rows, ""])
+
+
+def _row(name: str, setting: dict[str, Any]) -> str:
+    default = setting.get("default", "required")
+    shown = {"required": "required", None: "none"}.get(default, f"`{default}`")
+    return f"| `{name}` | {_values(setting)} | {shown} | {_cell(setting.get('description', ''))} |"
+
+
+def _values(setting: dict[str, Any]) -> str:
+    """Return in words what a setting may be."""
+    if "$ref" in setting:
+        return "a score"
+    if "anyOf" in setting:
+        return " or ".join(_values(one) for one in setting["anyOf"] if one.get("type") != "null")
+    if "enum" in setting:
+        return ", ".join(f"`{value}`" for value in setting["enum"])
+    if setting["type"] == "array":
+        return "a list of scores" if "$ref" in setting["items"] else f"a list, each {_values(setting['items'])}"
+    kinds = {"integer": "a whole number", "number": "a number", "boolean": "`true`, `false`", "string": "text"}
+    bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
+    limits = [f"{word} {setting[name]:,}" for name, word in bounds.items() if name in setting]
+    return " ".join([kinds[setting["type"]], *limits])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "&#124;")
+
+
+def main() -> None:
+    """Rewrite the pages that differ."""
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text()
+        if rewritten(text) != text:
+            page.write_text(rewritten(text))
+            print(f"{page.relative_to(DOCS)} rewritten")
+
+
+if __name__ == "__main__":
+    main()
