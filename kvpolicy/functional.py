@@ -89,15 +89,14 @@ def _view(queries: Tensor | None, keys: Tensor, values: Tensor, valid: Tensor | 
     view = LayerView(keys=keys, values=values, queries=queries, valid=valid)  # type: ignore[arg-type]
     if queries is None or valid is None:
         return view
-    # A query of padding is none. Those go first, so that a row's last ones are its own whichever side is padded.
-    exist = view.valid.any(1).gather(-1, view.query_slots)
-    order = exist.int().argsort(dim=-1, stable=True)
+    # Queries of padding go first, so that a row's last ones are its own whichever side is padded.
+    order = (view.query_slots >= 0).int().argsort(dim=-1, stable=True)
     return LayerView(
         keys=keys,
         values=values,
         queries=queries.gather(2, order[:, None, :, None].expand_as(queries)),
         valid=valid,
-        query_slots=view.query_slots.where(exist, -1).gather(-1, order),
+        query_slots=view.query_slots.gather(-1, order),
     )
 
 

@@ -253,7 +253,9 @@ def test_any_number_survives_writing(number: object) -> None:
 
 
 def test_only_an_importance_is_inherited() -> None:
-    with pytest.raises(kvpolicy.errors.PolicyFileError, match="importance to inherit, got that of 'random', whose role is 'other'"):
+    with pytest.raises(
+        kvpolicy.KVPolicyError, match="importance to inherit, got that of 'random', whose role is 'other'"
+    ):
         kvpolicy.load({"extends": ["random", "ecokv"]})
 
 

@@ -209,7 +209,7 @@ def test_shipped_policies_do_not_care_for_padding_and_batch_mates(name: str) -> 
 
 def test_the_shipped_policies_are_these() -> None:
     laid = [f"{ours}-{base}" for ours in ("ecokv", "ecokv-values") for base in ("snapkv", "ada-kv", "pyramidkv")]
-    plain = ["full", "random", "streaming-llm", "key-norm", "key-diff", "snapkv", "ada-kv", "pyramidkv"]
+    plain = ["full", "random", "streaming-llm", "key-norm", "key-diff", "snapkv", "snapkv-w8", "ada-kv", "pyramidkv"]
     assert sorted(SHIPPED) == sorted([*plain, "mixkv-snapkv", "mixkv-ada-kv", "ecokv", "ecokv-values", *laid])
     for name in SHIPPED:
         policy = kvpolicy.load(name)
@@ -246,7 +246,7 @@ def test_streaming_llm_keeps_the_first_and_the_last() -> None:
 
 def test_ecokv_is_laid_over_the_policy_below() -> None:
     ecokv, laid = kvpolicy.load("ecokv"), kvpolicy.load("ecokv-ada-kv")
-    assert ecokv.score.importance == kvpolicy.load("snapkv").score
+    assert ecokv.score.importance == kvpolicy.load("snapkv-w8").score
     assert laid.score.importance == dataclasses.replace(kvpolicy.load("ada-kv").score, window=8)
     assert laid.score.diversity == ecokv.score.diversity
     assert laid.budget == kvpolicy.load("ada-kv").budget and laid.select == TopK(sinks=4, recent=8)

@@ -143,3 +143,23 @@ def logits(
             found.append(forward(model, piece, cache, mask))
             prompt.length = prompt.length or ids.shape[1]
     return torch.cat(found, dim=1)
+
+
+def continuations(
+    model: PreTrainedModel, ids: Tensor, continuation: Tensor, plans: Sequence[Plan | None]
+) -> Iterator[Tensor]:
+    """Yield the continuation's logits, ``[B, n, V]``, under each plan; the prompt is read once for all of them.
+
+    Args:
+        ids: the prompt, int64 ``[B, T]``, without padding.
+        continuation: what follows, int64 ``[B, n]``, in one forward pass.
+        plans: what of the prompt stays visible, by layer; None for everything.
+    """
+    prompt, cache = _Prompt(), DynamicCache(config=model.config)
+    with _listening(model, prompt):
+        forward(model, ids, cache, None)
+        prompt.length = ids.shape[1]
+        for kept in plans:
+            prompt.keep = None if kept is None else [selection.to_mask(prompt.length) for selection in kept]
+            yield forward(model, continuation, cache, None)
+            cache.crop(-continuation.shape[1])
