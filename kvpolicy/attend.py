@@ -83,10 +83,11 @@ def attention(
     """Return the attention output ``[B, q, Hq, Dv]``, and the weights where `implementation` gives them."""
     own = _own_function(implementation, module)
     step = step_of(key)
-    if step is None:
+    if step is None or not step.carries(value):
         return own(module, query, key, value, attention_mask, **kwargs)
     output: tuple[Tensor, Tensor | None]
-    if _one_by_one(implementation, step, query, kwargs):
+    plain = attention_mask is None or attention_mask.dtype == torch.bool
+    if plain and _one_by_one(implementation, step, query, kwargs):
         output = _head_by_head(step, query, kwargs.get("scaling")), None
     else:
         positions = step.positions
@@ -103,7 +104,8 @@ def attention(
 
 def _own_function(implementation: str, module: torch.nn.Module) -> Callable[..., Any]:
     if implementation == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward
+        homes = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+        return next(home.eager_attention_forward for home in homes if hasattr(home, "eager_attention_forward"))
     return ALL_ATTENTION_FUNCTIONS[implementation]
 
 

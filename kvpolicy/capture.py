@@ -25,7 +25,8 @@ def visible_columns(mask: Any, seen: int) -> Tensor | None:
         return None
     if mask.ndim == 4:
         last = mask[:, 0, -1]
-        mask = last if last.dtype == torch.bool else last >= 0
+        # An additive mask may carry a bias; what it hides is near the lowest number there is.
+        mask = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
     if mask.ndim != 2 or mask.shape[1] != seen:
         raise UnsupportedModelError(
             f"attention mask: expected [B, {seen}] (one column for each token seen), got {list(mask.shape)}"
@@ -61,7 +62,7 @@ def layer_view(
     if positions is not None:
         valid = positions >= 0
     if columns is not None:
-        columns = columns.to(keys.device)
+        columns = columns.to(keys.device).expand(batch, -1)
         at = torch.arange(slots, device=keys.device).expand_as(valid) if positions is None else positions.clamp(min=0)
         valid = valid & columns.gather(1, at.long().flatten(1)).view_as(valid)
     queries, query_slots = _window(query, columns, min(needs.queries, query.shape[2]), slots)

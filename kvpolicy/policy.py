@@ -114,7 +114,11 @@ class Policy:
             layers: how many layers share the budget.
         """
         found = self.budget.layers(self.budget.slots(seen), seen, layers)
-        _check(found, (len(seen), layers), torch.int64, f"layer budget '{self.budget.layers.name}'")
+        who = f"layer budget '{self.budget.layers.name}'"
+        _check(found, (len(seen), layers), torch.int64, who)
+        total = layers * torch.minimum(self.budget.slots(seen), seen)
+        if (found.sum(-1) != total).any() or (found < 0).any():
+            raise PluginError(f"{who}: expected layers that add up to {total.tolist()}, got {found.tolist()}")
         return found
 
     def plan_layer(self, view: LayerView, tokens: Tensor) -> Selection:
@@ -145,9 +149,27 @@ class Policy:
         decisive = importance if importance is not None and getattr(heads, "by", "score") == "importance" else scores
         lengths = heads(view, decisive, tokens)
         _check(lengths, tuple(view.valid.shape[:2]), torch.int64, f"head budget '{heads.name}'")
-        if (lengths > view.valid.sum(-1)).any():
-            raise PluginError(f"head budget '{heads.name}': expected at most the valid slots of each head, got more")
-        return self.select(view, scores, lengths)
+        held = view.valid.sum(-1)
+        least = torch.minimum((held - view.candidates.sum(-1)).clamp(min=1), held)
+        if (lengths > held).any() or (lengths < least).any() or (lengths.sum(-1) > held.shape[1] * tokens).any():
+            raise PluginError(
+                f"head budget '{heads.name}': expected lengths from {least.tolist()} (protected, or 1) to {held.tolist()} "
+                f"(valid) that add up to {held.shape[1]} heads * {tokens.tolist()} at most, got {lengths.tolist()}"
+            )
+        selection = self.select(view, scores, lengths)
+        self._check_selection(selection, view, lengths)
+        return selection
+
+    def _check_selection(self, selection: Selection, view: LayerView, lengths: Tensor) -> None:
+        who = f"selector '{self.select.name}'"
+        if not isinstance(selection, Selection):
+            raise PluginError(f"{who}: expected a Selection, got {type(selection).__name__}")
+        slots = selection.slots
+        fits = torch.equal(selection.lengths, lengths) and len(slots) == int(lengths.sum())
+        inside = fits and bool(((slots >= 0) & (slots < view.slots)).all())
+        keep = selection.to_mask(view.slots) if inside else None
+        if keep is None or not torch.equal(keep.sum(-1), lengths) or bool((keep & ~view.valid).any()):
+            raise PluginError(f"{who}: expected {lengths.tolist()} different valid slots a head, got {slots.tolist()}")
 
     def plan(self, views: Sequence[LayerView]) -> Plan:
         """Return the slots that every layer keeps; pure: no model, nothing changed.

@@ -35,6 +35,7 @@ class Step:
 
     Args:
         store: the layer's slots, the new tokens among them.
+        values: the values handed to the model with the keys.
         positions: int32 ``[B, Hkv, T]`` of the dense keys handed to the model, None where slot t is position t.
         start: tokens seen before this update.
         plain: whether the mask is nothing but causal order and padding, and every stored slot is visible.
@@ -42,10 +43,15 @@ class Step:
     """
 
     store: Stored
+    values: Tensor
     positions: Tensor | None
     start: int
     plain: bool
     attended: Callable[[Tensor, float | None], None]
+
+    def carries(self, values: Tensor) -> bool:
+        """Return whether these are the values handed to the model, unchanged."""
+        return values.shape == self.values.shape and values.data_ptr() == self.values.data_ptr()
 
 
 def tag(keys: Tensor, step: Step) -> Tensor:

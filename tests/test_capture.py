@@ -69,3 +69,8 @@ def test_no_more_than_declared_is_recorded() -> None:
     assert view.queries is None
     with pytest.raises(PluginError, match="scorer 'nosy' reads 'values' but declares"):
         view.limit(Needs(keys=True), "scorer 'nosy'").values  # noqa: B018
+
+
+def test_a_bias_in_an_additive_mask_hides_nothing() -> None:
+    bias = torch.zeros(()).where(FOUR_D, torch.finfo(torch.float32).min) - 0.5
+    assert visible_columns(bias, 3).tolist() == TWO_D.bool().tolist()

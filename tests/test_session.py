@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -406,6 +408,7 @@ _LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size"
         ("bloom", {"n_layer": 2, "n_head": 4}, r"layers \[0, 1\] do not attend through"),
         ("falcon", _LAYERS, r"layers \[0, 1\] do not attend through"),
         ("mamba", {"num_hidden_layers": 2}, "no full-attention layer"),
+        ("diffllama", {**_LAYERS, "num_key_value_heads": 2}, "with the keys and values"),
         (
             "deepseek_v3",
             {
@@ -418,7 +421,7 @@ _LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size"
                 "v_head_dim": 12,
                 "first_k_dense_replace": 2,
             },
-            "with the keys they cache",
+            "with the keys and values",
         ),
     ],
 )
@@ -430,12 +433,99 @@ def test_models_that_cannot_be_evicted_from_are_refused(kind: str, settings: dic
     assert fingerprint(model) == before
 
 
-def test_a_layer_that_attends_twice_evicts_once() -> None:
-    settings = {**_TINY, **_LAYERS, "num_key_value_heads": 2}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("diffllama", **settings)).eval()
-    with kvpolicy.load("ada-kv", budget=40).on(model) as run:
-        generate(model, tokens(1, 60), new=3)
-    assert [sum(layer.kept[0]) for layer in run.report.layers.values()] == [84, 84]
+def test_a_layer_that_attends_twice_evicts_once(model: PreTrainedModel) -> None:
+    """As where modules share keys."""
+    attention = model.model.layers[1].self_attn
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load("ada-kv", budget=40).on(model):
+        function = AttentionInterface._global_mapping["kvpolicy_sdpa"]
+
+        def twice(*args: object, **kwargs: object) -> object:
+            function(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        AttentionInterface.register("kvpolicy_sdpa", twice)
+        forward(model, tokens(1, 60), cache, None)
+    assert attention.layer_idx == 1
+    assert [sum(layer.kept[0]) for layer in cache.layers] == [80] * 3
+
+
+def test_a_copied_cache_is_a_fork(model: PreTrainedModel) -> None:
+    prompt, step, turn = tokens(2, 60), tokens(2, 1, seed=5), tokens(2, 20, seed=6)
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load("ada-kv", budget=0.5).on(model):
+        forward(model, prompt, cache, None)
+        fork = copy.deepcopy(cache)
+        want = [forward(model, piece, cache, None) for piece in (step, turn, step)]
+        got = [forward(model, piece, fork, None) for piece in (step, turn, step)]
+    assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
+    assert [layer.kept for layer in fork.layers] == [layer.kept for layer in cache.layers]
+    with pytest.raises(InactiveSessionError, match="not active"):
+        forward(model, step, fork, None)
+    with pytest.raises(InactiveSessionError, match="cannot be pickled"):
+        pickle.dumps(cache)
+
+
+def test_another_model_may_not_use_the_cache(model: PreTrainedModel, evicted: DynamicCache) -> None:
+    with pytest.raises(InactiveSessionError, match="another model"):
+        forward(tiny(), tokens(2, 1), evicted, None)
+
+
+def test_a_pass_that_fails_in_the_last_layer_leaves_a_half_written_cache(model: PreTrainedModel) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("interrupted")
+
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load("snapkv", budget=40).on(model):
+        hook = model.model.layers[2].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            forward(model, tokens(1, 60), cache, None)
+        hook.remove()
+        with pytest.raises(InactiveSessionError, match="half-written"):
+            forward(model, tokens(1, 1), cache, None)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "ecokv-ada-kv", "streaming-llm"])
+def test_autocast_scores_in_float32(model: PreTrainedModel, name: str) -> None:
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load(name, budget=40).on(model), torch.autocast("cpu", dtype=torch.bfloat16):
+        forward(model, tokens(1, 60), cache, None)
+    assert [sum(layer.kept[0]) for layer in cache.layers] == [80] * 3
+
+
+@pytest.mark.parametrize("name", ["snapkv", "ada-kv"])
+def test_a_cache_outlives_inference_mode(model: PreTrainedModel, name: str) -> None:
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load(name, budget=40).on(model):
+        with torch.inference_mode():
+            forward(model, tokens(1, 60), cache, None)
+            forward(model, tokens(1, 1), cache, None)
+        forward(model, tokens(1, 1), cache, None)
+        forward(model, tokens(1, 3), cache, None)
+    assert [sum(layer.kept[0]) for layer in cache.layers] == [80] * 3
+
+
+def test_a_batch_of_nothing_but_padding(model: PreTrainedModel) -> None:
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load("snapkv", budget=40).on(model):
+        forward(model, tokens(1, 60), cache, torch.zeros(1, 60, dtype=torch.int64))
+    assert cache.layers[0].kept == [[0, 0]]
+
+
+def test_padding_between_turns_changes_nothing(model: PreTrainedModel) -> None:
+    model = model.double()
+    prompt, turn = tokens(2, 40), tokens(2, 12, seed=3)
+    mask = torch.ones(2, 52, dtype=torch.int64)
+    mask[1, 40:46] = 0
+    both, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with kvpolicy.load("snapkv-w8", budget=24).on(model):
+        forward(model, prompt, both, mask[:, :40])
+        forward(model, turn, both, mask)
+        forward(model, prompt[1:], alone, None)
+        forward(model, turn[1:, 6:], alone, None)
+    for one, other in zip(both.layers, alone.layers, strict=True):
+        kept = one.store.padded()[0][1]
+        torch.testing.assert_close(kept, other.store.padded()[0][0], rtol=1e-4, atol=1e-4)
 
 
 def test_encoder_decoders_are_refused() -> None:

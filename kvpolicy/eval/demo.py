@@ -178,7 +178,7 @@ def explanation(rows: Sequence[Row]) -> str:
 
 
 def main(
-    context: Annotated[int, typer.Option(help="Tokens of the text.")] = 4096,
+    context: Annotated[int, typer.Option(min=64, help="Tokens of the text.")] = 4096,
     budget: Annotated[int, typer.Option(help="Slots kept a KV head, mean over heads and layers.")] = 512,
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy's name or file, again for each; beside the full cache.")

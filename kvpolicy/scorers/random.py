@@ -36,9 +36,11 @@ class Random:
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``."""
-        generator = torch.Generator().manual_seed(self.seed * 100_003 + view.layer)
+        generator = torch.Generator("cpu").manual_seed(self.seed * 100_003 + view.layer)
         # Slot by slot, so that the numbers of the first slots do not depend on how many follow.
-        noise = torch.rand(view.slots, view.kv_heads, generator=generator).T.to(view.valid.device)
+        noise = torch.rand(view.slots, view.kv_heads, generator=generator, dtype=torch.float32, device="cpu").T.to(
+            view.valid.device
+        )
         place = (view.valid.cumsum(-1) - 1).clamp(min=0)
         return noise.expand(len(place), -1, -1).gather(-1, place)
 

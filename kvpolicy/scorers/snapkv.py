@@ -66,9 +66,14 @@ class SnapKV:
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, in [0, 1], higher means more attended to."""
         attention = _window_attention(view).where(view.candidates[:, :, None], 0)
+        # Slots that are no slots are no neighbours either: padding between two turns goes to the end first.
+        order = (~view.valid).int().argsort(dim=-1, stable=True)[:, :, None].expand_as(attention)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
-        pooled: Tensor = pool(attention.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2)
-        return pooled.mean(1).view(view.valid.shape)
+        pooled: Tensor = pool(
+            attention.gather(-1, order).flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2
+        )
+        pooled = torch.empty_like(attention).scatter_(-1, order, pooled.view(attention.shape))
+        return pooled.mean(2)
 
 
 def _window_attention(view: LayerView) -> Tensor:

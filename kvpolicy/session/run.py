@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,14 @@ class CacheRun:
         self._budgets: Tensor | None = None
         self._pending: set[int] = set()
         self._reached: set[int] = set()
+        self._open = False
+
+    def __deepcopy__(self, memo: object) -> CacheRun:
+        # A copied cache has tensors of its own, and the same session.
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InactiveSessionError("an evicted cache belongs to a session in this process: it cannot be pickled")
 
     def require_active(self) -> None:
         """Raise unless the session that made this cache is entered."""
@@ -60,12 +68,13 @@ class CacheRun:
     def begin(self, cache: Cache, mask: Any) -> None:
         """Start a forward pass of `cache` with the model's attention mask."""
         layers = evicting_layers(cache)
-        if len({layer.seen for layer in layers}) > 1:
+        if (self._open and self._reached | self._pending) or len({layer.seen for layer in layers}) > 1:
             raise InactiveSessionError(
                 "this cache was left half-written by a forward pass that failed: start again with an empty one"
             )
         self._mask, self._columns, self._budgets = mask, None, None
         self._pending, self._reached = set(), set()
+        self._open = True
         # Only a CPU asks: reading a mask on another device would wait for it.
         self.plain = mask is None or (
             isinstance(mask, Tensor)
@@ -76,16 +85,22 @@ class CacheRun:
 
     def finish(self) -> None:
         """End a forward pass: check that the policy reached every layer."""
+        self._mask = self._columns = self._budgets = None
+        self._open = False
         missed = sorted(self._depth.keys() - self._reached)
         if missed:
             self.owner.cannot_act(
-                f"layers {missed} do not attend through transformers' attention interface with the keys they cache"
+                f"layers {missed} do not attend through transformers' attention interface with the keys and values "
+                "that they cache"
             )
-        self._mask = self._columns = self._budgets = None
 
     def updating(self, layer: EvictingLayer) -> None:
         """Take note before an update; raise where the session is not active."""
         self.require_active()
+        if not self._open:
+            raise InactiveSessionError(
+                f"this cache belongs to a session of policy '{self.policy.name}' on another model than the one using it"
+            )
         self._pending.add(layer.index)
 
     def attended(self, layer: EvictingLayer, query: Tensor, scaling: float | None) -> None:
@@ -105,7 +120,8 @@ class CacheRun:
     def _evict(self, layer: EvictingLayer, query: Tensor, scaling: float | None) -> None:
         policy, time = self.policy, self.report.stopwatch.time
         device = query.device
-        with torch.no_grad():
+        # Scores are float32 whatever the model computes in, and what is stored outlives `torch.inference_mode`.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
             with time("capture", device):
                 if self._columns is None:
                     self._columns = visible_columns(self._mask, layer.seen)

@@ -34,6 +34,8 @@ def build(
     shape = (batch, heads, lengths[0][0])
     whole = positions is None and shape == keys.shape[:3]
     dense = DenseStore(
-        kept_keys.view(*shape, -1), kept_values.view(*shape, -1), None if whole else kept_positions.view(shape)
+        kept_keys.view(*shape, keys.shape[-1]),
+        kept_values.view(*shape, values.shape[-1]),
+        None if whole else kept_positions.view(shape),
     )
     return dense, lengths

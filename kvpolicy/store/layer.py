@@ -77,12 +77,14 @@ class EvictingLayer(DynamicLayer):
             self._settled = [[0] * key_states.shape[1] for _ in range(key_states.shape[0])]
             self.is_initialized = True
         else:
-            self.store.append(key_states, value_states, start)
+            # Buffers that grow outlive `torch.inference_mode`; nothing is learned through a cache.
+            with torch.inference_mode(False), torch.no_grad():
+                self.store.append(key_states, value_states, start)
         self.seen += key_states.shape[2]
         store = self.store
         keys, values = (key_states, value_states) if isinstance(store, RaggedStore) else (store.keys, store.values)
         positions = store.positions if isinstance(store, DenseStore) else None
-        step = Step(store, positions, start, self.owner.plain, partial(self.owner.attended, self))
+        step = Step(store, values, positions, start, self.owner.plain, partial(self.owner.attended, self))
         return tag(keys, step), values
 
     def padded(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -99,7 +101,8 @@ class EvictingLayer(DynamicLayer):
     def own(self) -> None:
         """Copy what is held out of the model's tensors, which may be views of larger ones."""
         if isinstance(self.store, DenseStore):
-            self.store.own()
+            with torch.inference_mode(False), torch.no_grad():
+                self.store.own()
 
     def get_seq_length(self) -> int:
         """Return how many tokens the layer has seen."""

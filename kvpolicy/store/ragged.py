@@ -28,7 +28,7 @@ class RaggedStore:
         self._place([count for row in lengths for count in row], slack=0)
 
     def _place(self, counts: list[int], slack: int) -> None:
-        ends = torch.tensor(counts).add(slack).cumsum(0)
+        ends = torch.tensor(counts, device="cpu").add(slack).cumsum(0)
         self._starts: list[int] = [0, *ends[:-1].tolist()]
         self._counts = counts
         self._slack = slack
@@ -70,7 +70,7 @@ class RaggedStore:
         new = keys.shape[2]
         if new > self._slack:
             mean = sum(self._counts) // len(self._counts) + new
-            self._repack(torch.arange(len(self._counts)), slack=new + mean // 20)
+            self._repack(torch.arange(len(self._counts), device="cpu"), slack=new + mean // 20)
         ahead = torch.arange(new, device=keys.device)
         index = (self._start + self._count)[:, None] + ahead
         positions = (start + ahead).to(torch.int32).expand(len(index), -1)
@@ -82,10 +82,10 @@ class RaggedStore:
 
     def _repack(self, heads: Tensor, slack: int) -> None:
         """Move the slots of `heads` (int64, on the CPU, may repeat) to new buffers with `slack` behind each."""
-        counts = torch.tensor(self._counts)[heads]
-        owner = torch.arange(len(heads)).repeat_interleave(counts)
-        within = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
-        old = torch.tensor(self._starts)[heads][owner] + within
+        counts = torch.tensor(self._counts, device="cpu")[heads]
+        owner = torch.arange(len(heads), device="cpu").repeat_interleave(counts)
+        within = torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
+        old = torch.tensor(self._starts, device="cpu")[heads][owner] + within
         new = (counts + slack).cumsum(0)[owner] - (counts + slack)[owner] + within
         size = int((counts + slack).sum())
         old, new = old.to(self.keys.device), new.to(self.keys.device)
@@ -103,5 +103,5 @@ class RaggedStore:
 
     def take_rows(self, rows: Tensor) -> None:
         """Replace the batch by its `rows` (int64), which may repeat."""
-        heads = rows.cpu()[:, None] * self._kv_heads + torch.arange(self._kv_heads)
+        heads = rows.cpu()[:, None] * self._kv_heads + torch.arange(self._kv_heads, device="cpu")
         self._repack(heads.flatten(), self._slack)
