@@ -153,8 +153,9 @@ class Policy:
         least = torch.minimum((held - view.candidates.sum(-1)).clamp(min=1), held)
         if (lengths > held).any() or (lengths < least).any() or (lengths.sum(-1) > held.shape[1] * tokens).any():
             raise PluginError(
-                f"head budget '{heads.name}': expected lengths from {least.tolist()} (protected, or 1) to {held.tolist()} "
-                f"(valid) that add up to {held.shape[1]} heads * {tokens.tolist()} at most, got {lengths.tolist()}"
+                f"head budget '{heads.name}': expected lengths from {least.tolist()} (protected, or 1) to "
+                f"{held.tolist()} (valid), {held.shape[1]} heads * {tokens.tolist()} in all at most, "
+                f"got {lengths.tolist()}"
             )
         selection = self.select(view, scores, lengths)
         self._check_selection(selection, view, lengths)
