@@ -44,10 +44,12 @@ def snapkv(view: LayerView, window: int, kernel: int, pooling: str) -> Tensor:
                 for t, e in zip(seen, exps, strict=True):
                     total[t] += e / math.fsum(exps)
             mean = [x / max(count, 1) for x in total]
-            counted = [x if view.candidates[b, h, t] else 0.0 for t, x in enumerate(mean)]
-            for t in range(length):
-                around = range(t - kernel // 2, t + kernel // 2 + 1)
-                pool = [counted[i] if 0 <= i < length else 0.0 for i in around]
+            # Neighbours are valid slots: padding between them does not count.
+            valid = slots(view.valid[b, h])
+            counted = [mean[t] if view.candidates[b, h, t] else 0.0 for t in valid]
+            for place, t in enumerate(valid):
+                around = range(place - kernel // 2, place + kernel // 2 + 1)
+                pool = [counted[i] if 0 <= i < len(counted) else 0.0 for i in around]
                 pooled[g, t] = math.fsum(pool) / kernel if pooling == "avg" else max(pool)
         for t in range(length):
             scores[b, h, t] = math.fsum(pooled[:, t].tolist()) / group

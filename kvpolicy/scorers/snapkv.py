@@ -37,7 +37,7 @@ class SnapKV:
 
     Args:
         window: how many of the last queries are observed.
-        kernel: slots a pool spans, odd; 1 for none. At the ends it counts zeros, as the authors' code does.
+        kernel: valid slots a pool spans, odd; 1 for none. At the ends it counts zeros, as the authors' code does.
         pooling: "avg" (SnapKV), or "max" (Ada-KV's code, with kernel 7).
 
     One query, alike for all four keys: attention 1/4 each, and a pool of 3 counts one zero at either end.
