@@ -86,8 +86,7 @@ def attention(
     if step is None or not step.carries(value):
         return own(module, query, key, value, attention_mask, **kwargs)
     output: tuple[Tensor, Tensor | None]
-    plain = attention_mask is None or attention_mask.dtype == torch.bool
-    if plain and _one_by_one(implementation, step, query, kwargs):
+    if _one_by_one(implementation, step, query, attention_mask, kwargs):
         output = _head_by_head(step, query, kwargs.get("scaling")), None
     else:
         positions = step.positions
@@ -146,10 +145,12 @@ def _columns(mask: Tensor, positions: Tensor, query_heads: int) -> Tensor:
     return taken.where(positions[:, :, None] >= 0, hidden)
 
 
-def _one_by_one(implementation: str, step: Step, query: Tensor, kwargs: dict[str, Any]) -> bool:
+def _one_by_one(implementation: str, step: Step, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
     plain = all(kwargs.get(name) is None for name in _SPECIAL) and not kwargs.get("dropout")
+    # A mask that is additive under sdpa is the model's own: a bias that only its own function adds.
+    unbiased = mask is None or mask.dtype == torch.bool
     one = query.shape[2] == 1 and query.device.type == "cpu"
-    return one and step.store.ragged and implementation == "sdpa" and step.plain and plain
+    return one and step.store.ragged and implementation == "sdpa" and step.plain and plain and unbiased
 
 
 def _head_by_head(step: Step, query: Tensor, scaling: float | None) -> Tensor:

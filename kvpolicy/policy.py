@@ -113,10 +113,11 @@ class Policy:
             seen: int64 ``[B]``, tokens seen by each row, padding excluded.
             layers: how many layers share the budget.
         """
-        found = self.budget.layers(self.budget.slots(seen), seen, layers)
+        tokens = self.budget.slots(seen)
+        found = self.budget.layers(tokens, seen, layers)
         who = f"layer budget '{self.budget.layers.name}'"
         _check(found, (len(seen), layers), torch.int64, who)
-        total = layers * torch.minimum(self.budget.slots(seen), seen)
+        total = layers * torch.minimum(tokens, seen)
         if (found.sum(-1) != total).any() or (found < 0).any():
             raise PluginError(f"{who}: expected layers that add up to {total.tolist()}, got {found.tolist()}")
         return found

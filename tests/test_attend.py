@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.attend import cut_mask
+from kvpolicy.attend import attention, cut_mask
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.step import Step, tag
+from kvpolicy.store import build
+from kvpolicy.types import Selection
 
 BATCH, QUERY_HEADS, KV_HEADS, NEW, SLOTS, START = 2, 4, 2, 3, 6, 9
 
@@ -52,3 +55,21 @@ def test_a_mask_of_another_width_is_refused() -> None:
     mask = torch.ones(BATCH, 1, NEW, SLOTS, dtype=torch.bool)
     with pytest.raises(UnsupportedModelError, match="expected 12 columns"):
         cut_mask(mask, positions(), START, torch.randn(BATCH, QUERY_HEADS, NEW, 4), "sdpa")
+
+
+def test_a_bias_of_the_models_own_is_added_where_heads_differ_in_length() -> None:
+    torch.manual_seed(0)
+    keep = torch.ones(1, 2, 6, dtype=torch.bool)
+    keep[0, 1, 1:4] = False
+    keys, values = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4)
+    store, _ = build(keys, values, None, Selection.from_mask(keep))
+    query, bias, reached = torch.randn(1, 4, 1, 4), torch.randn(1, 1, 1, 6), []
+    step = Step(store, values, None, 5, plain=True, attended=lambda *_: reached.append(True))
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    got, _ = attention("sdpa", module, query, tag(keys, step), values, bias, scaling=0.5)
+    for head in range(4):
+        logits = (keys[0, head // 2] @ query[0, head, 0]) * 0.5 + bias[0, 0, 0]
+        weights = logits.masked_fill(~keep[0, head // 2], -torch.inf).softmax(-1)
+        torch.testing.assert_close(got[0, 0, head], weights @ values[0, head // 2])
+    assert reached == [True]
