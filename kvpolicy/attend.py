@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.step import Step, step_of
+from kvpolicy.step import Attended, Step, step_of
 
 PREFIX = "kvpolicy_"
 SUPPORTED = ("sdpa", "eager")
@@ -82,23 +83,90 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention output ``[B, q, Hq, Dv]``, and the weights where `implementation` gives them."""
     own = _own_function(implementation, module)
-    step = step_of(key)
-    if step is None or not step.carries(value):
+    step = step_of(key, module)
+    if step is None:
         return own(module, query, key, value, attention_mask, **kwargs)
-    output: tuple[Tensor, Tensor | None]
+    scaling = kwargs.get("scaling")
+    derived = (key, value) if step.derived(key, value) else None
     if _one_by_one(implementation, step, query, attention_mask, kwargs):
-        output = _head_by_head(step, query, kwargs.get("scaling")), None
-    else:
-        positions = step.positions
-        if step.store.ragged:
-            key, value, positions = step.store.padded()
-        # One new token sees every slot of a dense store: without a mask there is nothing to cut.
-        unmasked = attention_mask is None and query.shape[2] == 1 and not step.store.ragged
-        if positions is not None and not unmasked:
-            attention_mask = cut_mask(attention_mask, positions, step.start, query, implementation)
-        output = own(module, query, key, value, attention_mask, **kwargs)
-    step.attended(query, kwargs.get("scaling"))
+        output = _head_by_head(step, query, scaling)
+        step.attended(Attended(query, scaling))
+        return output, None
+    positions = step.positions
+    if step.store.ragged and derived is None:
+        key, value, positions = step.store.padded()
+    call = _Call(implementation, own, module, kwargs)
+    if step.cut is None:
+        stored = key, value, positions
+        result = _read(call, query, stored, attention_mask, start=step.start, gaps=step.store.ragged)
+        step.attended(Attended(query, scaling, derived))
+        return result
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedModelError("drafts in one pass with the prompt: not with a position bias of the model's own")
+    # The pass goes on after it evicts: the queries from there on see what was kept and each other, no more.
+    cut, held = step.cut, key.shape[2] - query.shape[2] + step.cut
+    point = step.start + cut
+    if positions is None:
+        positions = _order(key)
+    before, old = query[:, :, :cut], (key[:, :, :held], value[:, :, :held])
+    rows = attention_mask if attention_mask is None else attention_mask[:, :, :cut, :point]
+    places = positions[:, :, :held]
+    first, _ = _read(call, before, (*old, places), rows, start=step.start, gaps=step.store.ragged)
+    kept = step.attended(Attended(before, scaling, None if derived is None else old))
+    rows = attention_mask if attention_mask is None else attention_mask[:, :, cut:]
+    stored = key, value, positions if kept is None else positions.where(kept, -1)
+    second, _ = _read(call, query[:, :, cut:], stored, rows, start=point, gaps=True)
+    return torch.cat([first, second], dim=1), None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of the attention function: what it was handed besides tensors, and the model's own function."""
+
+    implementation: str
+    own: Callable[..., Any]
+    module: torch.nn.Module
+    kwargs: dict[str, Any]
+
+
+def _read(
+    call: _Call,
+    query: Tensor,
+    stored: tuple[Tensor, Tensor, Tensor | None],
+    mask: Tensor | None,
+    *,
+    start: int,
+    gaps: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output of the model's own function over the slots that are held.
+
+    Args:
+        call: what else there is.
+        query: ``[B, Hq, q, Dk]``.
+        stored: keys, values and positions, int32 ``[B, Hkv, T]``, None where slot t is position t.
+        mask: the model's own, over all tokens seen.
+        start: tokens seen before the first of these queries.
+        gaps: whether some slots may be empty or evicted (position -1).
+    """
+    key, value, positions = stored
+    kwargs = call.kwargs
+    several = query.shape[2] > 1
+    if positions is None and mask is None and several and start:
+        # Not every implementation aligns several queries at the last key by itself.
+        positions = _order(key)
+    biased = kwargs.get("position_bias") is not None
+    # One new token sees every slot of heads alike in length: without a mask there is nothing to cut.
+    if positions is not None and (mask is not None or several or gaps or biased):
+        mask = cut_mask(mask, positions, start, query, call.implementation)
+        if biased:
+            kwargs = {**kwargs, "position_bias": _columns(kwargs["position_bias"], positions, query.shape[1])}
+    output: tuple[Tensor, Tensor | None] = call.own(call.module, query, key, value, mask, **kwargs)
     return output
+
+
+def _order(key: Tensor) -> Tensor:
+    """Return the positions of keys of which none is gone, int32 ``[B, Hkv, T]``."""
+    return torch.arange(key.shape[2], dtype=torch.int32, device=key.device).expand(key.shape[:3])
 
 
 def _own_function(implementation: str, module: torch.nn.Module) -> Callable[..., Any]:
@@ -124,7 +192,10 @@ def cut_mask(mask: Tensor | None, positions: Tensor, start: int, query: Tensor, 
         ahead = torch.arange(start, seen, device=query.device)
         cut = (positions[:, :, None] >= 0) & (positions[:, :, None] <= ahead[:, None])
     elif mask.shape[-1] != seen:
-        raise UnsupportedModelError(f"attention mask: expected {seen} columns (tokens seen), got {mask.shape[-1]}")
+        raise UnsupportedModelError(
+            f"attention mask: expected {seen} columns (tokens seen), got {mask.shape[-1]}: the model cuts it to "
+            "the slots it holds by itself, as if they were the first tokens"
+        )
     else:
         cut = _columns(mask, positions, query_heads)
     if cut.dtype == torch.bool and implementation == "eager":

@@ -90,13 +90,13 @@ def _view(queries: Tensor | None, keys: Tensor, values: Tensor, valid: Tensor | 
     if queries is None or valid is None:
         return view
     # Queries of padding go first, so that a row's last ones are its own whichever side is padded.
-    order = (view.query_slots >= 0).int().argsort(dim=-1, stable=True)
+    order = (view.query_positions >= 0).int().argsort(dim=-1, stable=True)
     return LayerView(
         keys=keys,
         values=values,
         queries=queries.gather(2, order[:, None, :, None].expand_as(queries)),
         valid=valid,
-        query_slots=view.query_slots.gather(-1, order),
+        query_positions=view.query_positions.gather(-1, order),
     )
 
 

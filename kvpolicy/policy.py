@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -62,6 +62,24 @@ class Budget:
 
 
 @settings
+class Decode:
+    """Eviction while decoding: a cache holds from its budget to ``budget + every - 1`` slots a KV head.
+
+    Args:
+        every: how many new tokens are read between evictions.
+        grace: how many of the newest tokens an eviction spares whatever their score, besides the recent ones that
+            `select` protects; within the budget.
+
+    >>> Decode(every=64)
+    Decode(every=64, grace=0)
+    """
+
+    name = "decode"
+    every: Annotated[int, Ge(1)]
+    grace: Annotated[int, Ge(0)] = 0
+
+
+@settings
 class Policy:
     """A declared eviction policy: score tree, budget, selector.
 
@@ -70,6 +88,9 @@ class Policy:
         score: the score tree.
         budget: how many slots are kept.
         select: which slots are kept, given how many.
+        prefill: when a prompt that is read in chunks evicts: "whole", once all of it is read, or "chunks", after
+            each, so that no more than budget and chunk are ever held.
+        decode: eviction while decoding; without it, only prompts evict.
         description: one line for ``kvpolicy list``.
 
     >>> from kvpolicy.scorers.random import Random
@@ -82,6 +103,8 @@ class Policy:
     score: Score
     budget: Budget
     select: Selector = Field(default_factory=TopK, kw_only=True)
+    prefill: Literal["whole", "chunks"] = "whole"
+    decode: Decode | None = None
     description: str = ""
 
     def __post_init__(self) -> None:
@@ -89,6 +112,9 @@ class Policy:
         if self.budget.tokens is not None and self.budget.tokens < protected:
             message = f"expected at least the {protected} slots that '{self.select.name}' protects (sinks + recent)"
             raise SettingError(self.name, [(("budget", "tokens"), "value_error", message, self.budget.tokens)])
+        if self.budget.tokens is not None and self.decode is not None and self.decode.grace > self.budget.tokens:
+            message = f"expected at most the budget of {self.budget.tokens}"
+            raise SettingError(self.name, [(("decode", "grace"), "value_error", message, self.decode.grace)])
         if getattr(self.budget.heads, "by", "score") == "importance" and importance_of(self.score) is None:
             message = f"expected a score with an importance, which '{self.score.name}' has not"
             raise SettingError(self.name, [(("budget", "heads", "by"), "value_error", message, "importance")])
@@ -133,16 +159,32 @@ class Policy:
         scores, importance = self.scores(view)
         return self.choose(view, scores, importance, tokens)
 
-    def protect(self, view: LayerView, tokens: Tensor) -> LayerView:
-        """Return `view` with the slots that are not protected as its candidates; `tokens` bounds the protected ones."""
-        return view.decide(view.valid & ~self.select.protect(view, tokens))
+    def protect(self, view: LayerView, tokens: Tensor, *, grace: int = 0) -> LayerView:
+        """Return `view` with the slots that are not protected as its candidates.
+
+        Args:
+            view: the layer's slots.
+            tokens: int64 ``[B]``, bounds the protected slots of a head.
+            grace: the newest tokens protected besides those the selector protects, as far as `tokens` allows.
+        """
+        protected = self.select.protect(view, tokens)
+        if grace:
+            newest_first = view.valid.flip(-1).cumsum(-1).flip(-1)
+            spare = view.valid & ~protected & (newest_first <= grace)
+            room = tokens[:, None, None] - protected.sum(-1, keepdim=True)
+            protected = protected | (spare & (spare.flip(-1).cumsum(-1).flip(-1) <= room))
+        return view.decide(view.valid & ~protected)
 
     def scores(self, view: LayerView) -> tuple[Tensor, Tensor | None]:
         """Return the score tree's float32 ``[B, Hkv, T]`` and that of its importance part, if it has one."""
         found: dict[int, Tensor] = {}
         scores = _evaluate(self.score, view, found)
         part = importance_of(self.score)
-        return scores, None if part is None else found[id(part)]
+        importance = None if part is None else found[id(part)]
+        if view.shared:
+            scores = scores.mean(1, keepdim=True).expand_as(scores)
+            importance = importance if importance is None else importance.mean(1, keepdim=True).expand_as(scores)
+        return scores, importance
 
     def choose(self, view: LayerView, scores: Tensor, importance: Tensor | None, tokens: Tensor) -> Selection:
         """Return the kept slots, given the scores of `view`'s candidates and the layer's budget ``[B]``."""

@@ -1,10 +1,11 @@
-"""What store hands to attend: one update of one layer, tied to the key tensor that the model carries between them."""
+"""What store hands to attend: one update of one layer, and how the attention function finds it again."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -29,37 +30,100 @@ class Stored(Protocol):
         """Return the keys and the values of each (row, head), ``[n, D]``, without copying."""
 
 
+Mark = tuple[tuple[int, ...], int]
+"""A tensor's shape and where its storage begins."""
+
+
+def mark(tensor: Tensor) -> Mark:
+    """Return what tells a tensor from others that live at the same time."""
+    return tuple(tensor.shape), tensor.data_ptr()
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attention has just read.
+
+    Args:
+        query: ``[B, Hq, q, Dk]``, those up to where the pass evicts.
+        scaling: what ``q @ k`` is multiplied by.
+        derived: keys and values ``[B, H, T, D]`` that the model derived from what the layer caches; None where it
+            attended to what the layer caches.
+    """
+
+    query: Tensor
+    scaling: float | None
+    derived: tuple[Tensor, Tensor] | None = None
+
+
 @dataclass(frozen=True)
 class Step:
     """One update of one layer, as attention has to see it.
 
     Args:
+        layer: the model's layer index.
         store: the layer's slots, the new tokens among them.
-        values: the values handed to the model with the keys.
-        positions: int32 ``[B, Hkv, T]`` of the dense keys handed to the model, None where slot t is position t.
+        keys: which keys were handed to the model: not themselves, as they carry the step.
+        values: which values were.
+        positions: int32 ``[B, Hkv, T]`` of the keys, None where slot t is position t.
         start: tokens seen before this update.
         plain: whether the mask is nothing but causal order and padding, and every stored slot is visible.
-        attended: called once attention has run, with the query heads' tensor and the scaling.
+        shared: whether the model derives what it attends to; None in the first pass, which shows it.
+        cut: how many of the pass's queries come before it evicts, where it evicts in its middle; else None.
+        attended: called once attention has run; returns which of the slots that were there stay, bool
+            ``[B, Hkv, T]``, where the pass goes on after it evicts.
     """
 
+    layer: int
     store: Stored
-    values: Tensor
+    keys: Mark
+    values: Mark
     positions: Tensor | None
     start: int
     plain: bool
-    attended: Callable[[Tensor, float | None], None]
+    shared: bool | None
+    cut: int | None
+    attended: Callable[[Attended], Tensor | None]
 
-    def carries(self, values: Tensor) -> bool:
-        """Return whether these are the values handed to the model, unchanged."""
-        return values.shape == self.values.shape and values.data_ptr() == self.values.data_ptr()
+    def derived(self, keys: Tensor, values: Tensor) -> bool:
+        """Return whether the model attends to keys or values derived from those handed to it."""
+        if self.shared is not None:
+            return self.shared
+        return (mark(keys), mark(values)) != (self.keys, self.values)
+
+
+class _Latest(threading.local):
+    step: Step | None = None
+    module: Any = None
+
+
+_latest = _Latest()
 
 
 def tag(keys: Tensor, step: Step) -> Tensor:
     """Return `keys`, now carrying `step` to the attention function."""
     setattr(keys, _TAG, step)
+    _latest.step, _latest.module = step, None
     return keys
 
 
-def step_of(keys: Tensor) -> Step | None:
-    """Return the step that `keys` carries, or None when it does not come from an evicting layer."""
-    return getattr(keys, _TAG, None)
+def forget() -> None:
+    """Forget the latest update: a pass or a session has ended."""
+    _latest.step, _latest.module = None, None
+
+
+def step_of(keys: Tensor, module: Any) -> Step | None:
+    """Return the step that `keys` come from, or None when they do not come from an evicting layer.
+
+    A model that derives its keys from what it caches (MLA) loses the tag: then the step is the latest update, if it is
+    this module's layer and there are as many keys.
+    """
+    tagged: Step | None = getattr(keys, _TAG, None)
+    if tagged is not None:
+        return tagged
+    step = _latest.step
+    if step is None or _latest.module not in (None, module):
+        return None
+    if getattr(module, "layer_idx", step.layer) != step.layer or keys.shape[2] != step.keys[0][2]:
+        return None
+    _latest.module = module
+    return step

@@ -23,21 +23,31 @@ class Needs:
         queries: how many of the last queries of each row (the observation window); 0 for none.
         keys: whether it reads the keys.
         values: whether it reads the values.
+        pre_rope: whether it reads the keys before RoPE.
+        modality: whether it reads what each slot holds (text, image, ...).
 
     >>> Needs(queries=8) | Needs(values=True)
-    Needs(queries=8, keys=False, values=True)
+    Needs(queries=8, keys=False, values=True, pre_rope=False, modality=False)
     """
 
     queries: int = 0
     keys: bool = False
     values: bool = False
+    pre_rope: bool = False
+    modality: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
             queries=max(self.queries, other.queries),
             keys=self.keys or other.keys,
             values=self.values or other.values,
+            pre_rope=self.pre_rope or other.pre_rope,
+            modality=self.modality or other.modality,
         )
+
+
+MODALITIES = ("text", "image", "video", "audio")
+"""What a slot can hold; `LayerView.modality` counts in this order."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +59,24 @@ class LayerView:
         values: ``[B, Hkv, T, Dv]``, any float dtype, as stored.
         queries: ``[B, Hq, W, Dk]``, the last W queries of each row, oldest first; query head h reads KV head h // G.
         valid: bool, ``[B, T]`` or ``[B, Hkv, T]``: False for padding and empty slots. Default: all valid.
-        query_slots: int64 ``[B, W]``: the slot each query belongs to, -1 where a row has fewer than W.
-            Default: the last W slots, those of padding excepted.
+        positions: int32 ``[B, Hkv, T]``: which token of the sequence each slot holds, padding counted; rising in each
+            head, -1 where empty. Default: slot t holds token t.
+        query_positions: int64 ``[B, W]``: the token each query belongs to, -1 where a row has fewer than W. A query
+            sees the slots at its own position and before. Default: the last W tokens, those of padding excepted.
         candidates: bool ``[B, Hkv, T]``: valid and not protected, the slots a score decides. Default: `valid`.
         seen: int64 ``[B]``: tokens seen by each row, padding excluded. Default: the valid slots.
         layer: the model's own layer index.
         scaling: what the model multiplies ``q @ k`` by. Default: ``Dk ** -0.5``.
+        pre_rope_keys: float32 ``[B, Hkv, T, Dk]``, the keys before RoPE; None unless a policy needs them.
+        modality: int8 ``[B, Hkv, T]``, 0 text, 1 image, 2 video, 3 audio; None unless a policy needs it.
+        shared: whether all heads keep the same slots, because the model derives its heads from what it caches (MLA):
+            a policy then decides by the mean score of the heads.
 
     Raises:
         ViewError: when shapes do not fit together.
 
     >>> view = LayerView(keys=torch.zeros(1, 2, 5, 4), values=torch.zeros(1, 2, 5, 4), queries=torch.zeros(1, 4, 3, 4))
-    >>> (view.slots, view.kv_heads, view.group, view.query_slots.tolist())
+    >>> (view.slots, view.kv_heads, view.group, view.query_positions.tolist())
     (5, 2, 2, [[2, 3, 4]])
     """
 
@@ -68,11 +84,15 @@ class LayerView:
     values: Tensor
     queries: Tensor | None = None
     valid: Tensor = None  # type: ignore[assignment]  # filled in by __post_init__
-    query_slots: Tensor = None  # type: ignore[assignment]
+    positions: Tensor = None  # type: ignore[assignment]
+    query_positions: Tensor = None  # type: ignore[assignment]
     candidates: Tensor = None  # type: ignore[assignment]
     seen: Tensor = None  # type: ignore[assignment]
     layer: int = 0
     scaling: float = None  # type: ignore[assignment]
+    pre_rope_keys: Tensor | None = None
+    modality: Tensor | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         _check_stored(self.keys, self.values)
@@ -86,6 +106,10 @@ class LayerView:
             valid = valid[:, None].expand(-1, heads, -1)
         _expect("valid", valid, (batch, heads, slots), torch.bool)
         put(self, "valid", valid)
+        if self.positions is None:
+            order = torch.arange(slots, dtype=torch.int32, device=device)
+            put(self, "positions", order.expand(batch, heads, -1))
+        _expect("positions", self.positions, (batch, heads, slots), torch.int32)
         if self.candidates is None:
             put(self, "candidates", valid)
         _expect("candidates", self.candidates, (batch, heads, slots), torch.bool)
@@ -96,6 +120,10 @@ class LayerView:
             put(self, "scaling", size**-0.5)
         if self.queries is not None:
             self._check_queries(self.queries)
+        if self.pre_rope_keys is not None:
+            _expect("pre_rope_keys", self.pre_rope_keys, tuple(self.keys.shape), torch.float32)
+        if self.modality is not None:
+            _expect("modality", self.modality, (batch, heads, slots), torch.int8)
 
     def _check_queries(self, queries: Tensor) -> None:
         batch, heads, slots, size = self.keys.shape
@@ -104,12 +132,12 @@ class LayerView:
                 f"queries: expected [B={batch}, Hq a multiple of {heads}, W, Dk={size}], got {list(queries.shape)}"
             )
         window = queries.shape[2]
-        if window > slots:
-            raise ViewError(f"queries: expected at most one a slot ({slots}), got {window}")
-        if self.query_slots is None:
-            last = torch.arange(slots - window, slots, device=self.keys.device)
-            object.__setattr__(self, "query_slots", last.where(self.valid.any(1)[:, slots - window :], -1))
-        _expect("query_slots", self.query_slots, (batch, window), torch.int64)
+        if self.query_positions is None:
+            if window > slots:
+                raise ViewError(f"queries: expected at most one a slot ({slots}), got {window}")
+            last = self.positions.where(self.valid, -1).amax(1)[:, slots - window :]
+            object.__setattr__(self, "query_positions", last.long())
+        _expect("query_positions", self.query_positions, (batch, window), torch.int64)
 
     @property
     def slots(self) -> int:
@@ -148,7 +176,7 @@ class _LimitedView(LayerView):
         queries = object.__getattribute__(self, "queries")
         if queries is not None and 0 < window < queries.shape[2]:
             object.__setattr__(self, "queries", queries[:, :, -window:])
-            object.__setattr__(self, "query_slots", self.query_slots[:, -window:])
+            object.__setattr__(self, "query_positions", self.query_positions[:, -window:])
 
     def __getattribute__(self, name: str) -> object:
         if name in _DECLARED:
@@ -156,8 +184,8 @@ class _LimitedView(LayerView):
             if not getattr(read(self, "needs"), _DECLARED[name]):
                 reader = read(self, "reader")
                 raise PluginError(f"{reader} reads '{name}' but declares {read(self, 'needs')}. Add it to its `needs`.")
-            if read(self, "queries") is None and _DECLARED[name] == "queries":
-                raise ViewError(f"{read(self, 'reader')} needs queries, but the view has none")
+            if read(self, _GIVEN[name]) is None:
+                raise ViewError(f"{read(self, 'reader')} needs {_GIVEN[name]}, but the view has none")
         return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:
@@ -176,7 +204,16 @@ class _LimitedView(LayerView):
         return self.queries.shape[1] // self.kv_heads  # type: ignore[union-attr]
 
 
-_DECLARED = {"keys": "keys", "values": "values", "queries": "queries", "query_slots": "queries"}
+# What of a view has to be declared -> by which need, and -> the tensor that holds it.
+_DECLARED = {
+    "keys": "keys",
+    "values": "values",
+    "queries": "queries",
+    "query_positions": "queries",
+    "pre_rope_keys": "pre_rope",
+    "modality": "modality",
+}
+_GIVEN = {name: name for name in _DECLARED} | {"query_positions": "queries"}
 
 
 @dataclass(frozen=True)
@@ -213,6 +250,11 @@ class Selection:
         """Return int64 ``[N]``: ``row * Hkv + head`` of each entry of `slots`."""
         lengths = self.lengths.flatten()
         return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+
+    def of_heads(self, heads: int) -> Selection:
+        """Return the selection of the first `heads` heads of each row alone."""
+        mine = self.owners() % self.lengths.shape[1] < heads
+        return Selection(slots=self.slots[mine], lengths=self.lengths[:, :heads], layer=self.layer)
 
     def __getitem__(self, row: int) -> tuple[Tensor, ...]:
         pieces = self.slots.split(self.lengths.flatten().tolist())

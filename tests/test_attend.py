@@ -7,7 +7,7 @@ import torch
 
 from kvpolicy.attend import attention, cut_mask
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.step import Step, tag
+from kvpolicy.step import Step, mark, tag
 from kvpolicy.store import build
 from kvpolicy.types import Selection
 
@@ -64,7 +64,18 @@ def test_a_bias_of_the_models_own_is_added_where_heads_differ_in_length() -> Non
     keys, values = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4)
     store, _ = build(keys, values, None, Selection.from_mask(keep))
     query, bias, reached = torch.randn(1, 4, 1, 4), torch.randn(1, 1, 1, 6), []
-    step = Step(store, values, None, 5, plain=True, attended=lambda *_: reached.append(True))
+    step = Step(
+        layer=0,
+        store=store,
+        keys=mark(keys),
+        values=mark(values),
+        positions=None,
+        start=5,
+        plain=True,
+        shared=False,
+        cut=None,
+        attended=lambda _: reached.append(True),
+    )
     module = torch.nn.Module()
     module.num_key_value_groups = 2
     got, _ = attention("sdpa", module, query, tag(keys, step), values, bias, scaling=0.5)

@@ -10,6 +10,7 @@ import torch
 from kvpolicy.capture import layer_view, visible_columns
 from kvpolicy.errors import PluginError, UnsupportedModelError
 from kvpolicy.types import Needs
+from kvpolicy.window import extend
 
 TWO_D = torch.tensor([[0, 1, 1], [1, 1, 0]])
 FOUR_D = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril() & TWO_D.bool()[:, None, None]
@@ -38,34 +39,73 @@ def stored(slots: int, positions: torch.Tensor | None = None) -> tuple[torch.Ten
     return torch.randn(2, 1, slots, 4), torch.randn(2, 1, slots, 4), positions
 
 
+def numbered(count: int, start: int = 0) -> torch.Tensor:
+    """Queries ``[2, 2, count, 4]`` that are their own position."""
+    return torch.arange(float(start), start + count).view(1, 1, -1, 1).expand(2, 2, -1, 4)
+
+
 def test_the_window_is_the_last_queries_of_each_row() -> None:
     """Row 0 has one pad on the left, row 1 three on the right."""
-    query = torch.arange(6.0).view(1, 1, 6, 1).expand(2, 2, -1, 4)
-    columns = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], dtype=torch.bool)
-    view = layer_view(stored(6), query, columns, Needs(queries=4), seen=6, layer=3, scaling=None)
-    assert view.query_slots.tolist() == [[2, 3, 4, 5], [-1, 0, 1, 2]]
-    assert view.queries is not None
-    assert view.queries[0, 0, :, 0].tolist() == [2, 3, 4, 5]
-    assert view.queries[1, 0, 1:, 0].tolist() == [0, 1, 2]
+    visible = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], dtype=torch.bool)
+    window = extend(None, numbered(6), visible, start=0, size=4)
+    assert window.positions.tolist() == [[2, 3, 4, 5], [-1, 0, 1, 2]]
+    assert window.queries[0, 0, :, 0].tolist() == [2, 3, 4, 5]
+    assert window.queries[1, 0, 1:, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("pieces", [[12], [6, 6], [11, 1], [1, 11], [3, 1, 4, 4], [1] * 12])
+def test_a_window_over_several_passes_is_that_of_one(pieces: list[int], padded: bool) -> None:
+    visible = torch.ones(2, 12, dtype=torch.bool)
+    visible[0, :5] = visible[1, 9:] = False
+    window, start = None, 0
+    for count in pieces:
+        seen = visible[:, : start + count] if padded else None
+        window = extend(window, numbered(count, start), seen, start=start, size=5)
+        start += count
+    assert window is not None
+    assert window.positions.tolist() == ([[7, 8, 9, 10, 11], [4, 5, 6, 7, 8]] if padded else [[7, 8, 9, 10, 11]] * 2)
+    assert torch.equal(window.queries[:, 1, :, 0], window.positions.float())
+
+
+def test_a_window_owns_its_storage() -> None:
+    query = torch.randn(1, 2, 1000, 4)
+    window = extend(None, query, None, start=0, size=5)
+    assert window.queries.untyped_storage().nbytes() == window.queries.numel() * 4
+
+
+def test_a_window_follows_rows_and_forgets_what_was_taken_back() -> None:
+    window = extend(None, numbered(6) + torch.tensor([0.0, 100.0]).view(2, 1, 1, 1), None, start=0, size=3)
+    rows = window.take_rows(torch.tensor([1, 1, 0]))
+    assert rows.queries[:, 0, 0, 0].tolist() == [103, 103, 3]
+    assert window.before(5).positions.tolist() == [[3, 4, -1]] * 2
+    assert extend(window.before(5), numbered(1, 9), None, start=9, size=2).positions.tolist() == [[4, 9]] * 2
+
+
+def test_the_view_of_a_padded_prompt() -> None:
+    visible = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], dtype=torch.bool)
+    window = extend(None, numbered(6), visible, start=0, size=4)
+    view = layer_view(stored(6), window, visible, seen=6, layer=3, scaling=None)
+    assert view.query_positions.tolist() == [[2, 3, 4, 5], [-1, 0, 1, 2]]
+    assert view.positions.tolist() == [[list(range(6))]] * 2
     assert view.seen.tolist() == [5, 3]
-    assert view.valid[:, 0].tolist() == columns.tolist()
+    assert view.valid[:, 0].tolist() == visible.tolist()
     assert (view.layer, view.scaling) == (3, 0.5)
 
 
-def test_a_follow_up_turn_on_evicted_slots() -> None:
+def test_the_view_of_evicted_slots() -> None:
     """Of 10 tokens seen, 3 new; row 1 keeps one slot less, and its last new token is padding."""
     positions = torch.tensor([[[0, 4, 7, 8, 9]], [[-1, 5, 7, 8, 9]]], dtype=torch.int32)
-    columns = torch.ones(2, 10, dtype=torch.bool)
-    columns[1, 9] = False
-    query = torch.randn(2, 2, 3, 4)
-    view = layer_view(stored(5, positions), query, columns, Needs(queries=8), seen=10, layer=0, scaling=0.1)
+    visible = torch.ones(2, 10, dtype=torch.bool)
+    visible[1, 9] = False
+    view = layer_view(stored(5, positions), None, visible, seen=10, layer=0, scaling=0.1)
     assert view.valid[:, 0].tolist() == [[True] * 5, [False, True, True, True, False]]
-    assert view.query_slots.tolist() == [[2, 3, 4], [-1, 2, 3]]
+    assert torch.equal(view.positions, positions)
     assert view.seen.tolist() == [10, 9]
 
 
-def test_no_more_than_declared_is_recorded() -> None:
-    view = layer_view(stored(6), torch.randn(2, 2, 6, 4), None, Needs(keys=True), seen=6, layer=0, scaling=None)
+def test_no_more_than_declared_is_there() -> None:
+    view = layer_view(stored(6), None, None, seen=6, layer=0, scaling=None)
     assert view.queries is None
     with pytest.raises(PluginError, match="scorer 'nosy' reads 'values' but declares"):
         view.limit(Needs(keys=True), "scorer 'nosy'").values  # noqa: B018

@@ -15,7 +15,7 @@ PACKAGE = Path(kvpolicy.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 STAGES = {"capture", "scorers", "combiners", "budgets", "selectors", "store", "attend"}
-SHARED = {"types", "errors", "plugin", "hookspecs", "maths", "redundancy", "step"}
+SHARED = {"types", "errors", "plugin", "hookspecs", "maths", "step", "window"}
 LIBRARIES = {"torch", "einops", "pydantic", "annotated_types"}
 MAY_IMPORT_TRANSFORMERS = {"capture", "store", "attend", "session", "testing", "models"}
 

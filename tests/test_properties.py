@@ -114,12 +114,12 @@ def alone(view: LayerView, row: int) -> LayerView:
     """The row as it would be without batch mates and padding."""
     there = view.valid[row, 0]
     first, end = int(there.nonzero()[0]), int(there.nonzero()[-1]) + 1
-    exist = view.query_slots[row] >= 0
+    exist = view.query_positions[row] >= 0
     return LayerView(
         keys=view.keys[row : row + 1, :, first:end],
         values=view.values[row : row + 1, :, first:end],
         queries=view.queries[row : row + 1, :, exist],
-        query_slots=view.query_slots[row : row + 1, exist] - first,
+        query_positions=view.query_positions[row : row + 1, exist] - first,
     )
 
 

@@ -156,9 +156,9 @@ def test_a_sink_lends_nothing_to_its_neighbours() -> None:
 def test_a_query_that_sees_nothing_does_not_count() -> None:
     view = make_view(batch=1, slots=12, window=4)
     want = SnapKV(window=3, kernel=1)(view.limit(Needs(queries=3, keys=True), "test"))
-    lost = view.query_slots.clone()
+    lost = view.query_positions.clone()
     lost[:, 0] = -1
-    torch.testing.assert_close(SnapKV(window=4, kernel=1)(change(view, query_slots=lost)), want)
+    torch.testing.assert_close(SnapKV(window=4, kernel=1)(change(view, query_positions=lost)), want)
 
 
 def test_scaling_is_the_models() -> None:
@@ -210,7 +210,7 @@ class Nosy:
         return torch.zeros(view.valid.shape) + getattr(view, self.reads).float().mean()
 
 
-@pytest.mark.parametrize("reads", ["keys", "values", "queries", "query_slots"])
+@pytest.mark.parametrize("reads", ["keys", "values", "queries", "query_positions"])
 def test_reading_what_is_not_declared_raises(reads: str) -> None:
     with pytest.raises(PluginError, match=f"nosy.*reads '{reads}'"):
         scores_of(Nosy(reads=reads), make_view())

@@ -51,7 +51,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, object]:
         "hook kinds": [
             (len(m._forward_pre_hooks_with_kwargs), len(m._forward_hooks_with_kwargs)) for m in model.modules()
         ],
-        "forwards": ["forward" in vars(m) for m in model.modules()],
+        "methods": [{"forward", "generate", "generate_batch"} & set(vars(m)) for m in model.modules()],
         "attention": [m.config._attn_implementation for m in model.modules() if isinstance(m, PreTrainedModel)],
         "config": model.config.to_dict(),
         "functions": sorted(AttentionInterface._global_mapping),
@@ -267,15 +267,6 @@ def test_crop_gives_back_tokens_since_the_eviction(model: PreTrainedModel, evict
         evicted.layers[0].crop(-2)
 
 
-@pytest.mark.parametrize("drafts", ["prompt lookup", "assistant"])
-@pytest.mark.parametrize("name", ["snapkv", "ada-kv"])
-def test_decoding_with_drafts_is_refused(model: PreTrainedModel, name: str, drafts: str) -> None:
-    how = {"prompt_lookup_num_tokens": 3} if drafts == "prompt lookup" else {"assistant_model": tiny()}
-    ids = tokens(1, 20).repeat(1, 3)
-    with kvpolicy.load(name, budget=40).on(model), pytest.raises(UnsupportedModelError, match="drafts"):
-        generate(model, ids, **how)
-
-
 def test_rows_follow_reorder_repeat_and_select(model: PreTrainedModel, evicted: DynamicCache) -> None:
     step = tokens(2, 1, seed=5)
     want = forward(model, step, evicted, None)
@@ -408,21 +399,6 @@ _LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size"
         ("bloom", {"n_layer": 2, "n_head": 4}, r"layers \[0, 1\] do not attend through"),
         ("falcon", _LAYERS, r"layers \[0, 1\] do not attend through"),
         ("mamba", {"num_hidden_layers": 2}, "no full-attention layer"),
-        ("diffllama", {**_LAYERS, "num_key_value_heads": 2}, "with the keys and values"),
-        (
-            "deepseek_v3",
-            {
-                **_LAYERS,
-                "num_key_value_heads": 4,
-                "q_lora_rank": 16,
-                "kv_lora_rank": 16,
-                "qk_rope_head_dim": 8,
-                "qk_nope_head_dim": 8,
-                "v_head_dim": 12,
-                "first_k_dense_replace": 2,
-            },
-            "with the keys and values",
-        ),
     ],
 )
 def test_models_that_cannot_be_evicted_from_are_refused(kind: str, settings: dict[str, object], reason: str) -> None:

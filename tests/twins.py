@@ -33,7 +33,7 @@ def snapkv(view: LayerView, window: int, kernel: int, pooling: str) -> Tensor:
         for g in range(group):
             total, count = [0.0] * length, 0
             for w in range(queries.shape[2])[-window:]:
-                at = int(view.query_slots[b, w])
+                at = int(view.query_positions[b, w])
                 seen = [t for t in slots(view.valid[b, h]) if t <= at]
                 if not seen:
                     continue

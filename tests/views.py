@@ -43,11 +43,11 @@ def make_view(
     keys = torch.randn(batch, heads[1], slots, sizes[0], generator=random) + torch.randn(sizes[0], generator=random) / 2
     values = torch.randn(batch, heads[1], slots, sizes[1], generator=random)
     queries = torch.randn(batch, heads[0], window, sizes[0], generator=random) * 2
-    query_slots = torch.full((batch, window), -1)
+    query_positions = torch.full((batch, window), -1)
     candidates = valid.clone()
     for row in range(batch):
         there = valid[row].any(0).nonzero().flatten()[-window:]
-        query_slots[row, window - len(there) :] = there
+        query_positions[row, window - len(there) :] = there
         for head in range(heads[1]):
             own = valid[row, head].nonzero().flatten()
             candidates[row, head, own[:sinks]] = False
@@ -55,9 +55,9 @@ def make_view(
     return LayerView(
         keys=keys.to(dtype).masked_fill(~valid[..., None], torch.nan),
         values=values.to(dtype).masked_fill(~valid[..., None], torch.nan),
-        queries=queries.to(dtype).masked_fill((query_slots < 0)[:, None, :, None], torch.nan),
+        queries=queries.to(dtype).masked_fill((query_positions < 0)[:, None, :, None], torch.nan),
         valid=valid,
-        query_slots=query_slots,
+        query_positions=query_positions,
         candidates=candidates,
         seen=valid.any(1).sum(-1),
     )

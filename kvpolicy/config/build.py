@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from kvpolicy.config.source import Item, Place, fault, show
 from kvpolicy.errors import NOTHING, PolicyError, PolicyFileError, SettingError, nearest
 from kvpolicy.plugin import child_fields
-from kvpolicy.policy import Budget, Policy
+from kvpolicy.policy import Budget, Decode, Policy
 from kvpolicy.registry import WHAT, registry
 
 T = TypeVar("T")
@@ -28,12 +28,21 @@ def build(whole: Item) -> Policy:
         "score": partial(_plugin, "score"),
         "budget": _budget,
         "select": partial(_plugin, "selector"),
+        "decode": _decode,
     }
     return _make(Policy, whole, (), builders)
 
 
 def _budget(item: Item, path: Path) -> Budget:
     return _make(Budget, item, path, {name: partial(_plugin, name) for name in ("layers", "heads")})
+
+
+def _decode(item: Item, path: Path) -> Decode | None:
+    if item.value is None:
+        return None
+    if not isinstance(item.value, dict):
+        raise fault((item.place, f"decode: expected a mapping (every: 64) or null, got {show(item.plain)}"))
+    return _make(Decode, item, path, {})
 
 
 def _plugin(kind: str, item: Item, path: Path) -> object:

@@ -25,6 +25,8 @@ def dump(policy: Policy) -> dict[str, Any]:
         "score": dump_plugin(policy.score),
         "budget": {**size, "layers": _short(budget.layers), "heads": _short(budget.heads)},
         "select": dump_plugin(policy.select),
+        "prefill": policy.prefill,
+        "decode": None if policy.decode is None else dataclasses.asdict(policy.decode),
     }
 
 
@@ -63,6 +65,8 @@ def to_yaml(policy: Policy) -> str:
       type: top-k
       sinks: 4
       recent: 8
+    prefill: whole
+    decode: null
     """
     return to_text(dump(policy))
 

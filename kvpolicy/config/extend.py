@@ -12,7 +12,7 @@ from kvpolicy.errors import PolicyError, PolicyFileError, nearest
 from kvpolicy.plugin import child_fields, role_of
 from kvpolicy.registry import INHERITED, registry
 
-KEYS = ("name", "description", "extends", "score", "budget", "select")
+KEYS = ("name", "description", "extends", "score", "budget", "select", "prefill", "decode")
 """What a policy file may say at its top."""
 
 DEFAULTS = {"budget": {"layers": "uniform", "heads": "uniform"}, "select": {"type": "top-k"}}

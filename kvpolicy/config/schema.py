@@ -15,7 +15,7 @@ from pydantic_core import to_jsonable_python
 from kvpolicy.config.docstrings import arguments, summary
 from kvpolicy.errors import PluginError
 from kvpolicy.plugin import child_fields
-from kvpolicy.policy import Budget, Policy
+from kvpolicy.policy import Budget, Decode, Policy
 from kvpolicy.registry import INHERITED, WHAT, Entry, registry
 
 PLACES = {"score": ("scorer", "combiner"), "layers": ("layers",), "heads": ("heads",), "selector": ("selector",)}
@@ -29,7 +29,7 @@ def schema() -> dict[str, Any]:
         PluginError: when a plugin has a setting that no policy file could give.
 
     >>> sorted(schema()["properties"])
-    ['budget', 'description', 'extends', 'name', 'score', 'select']
+    ['budget', 'decode', 'description', 'extends', 'name', 'prefill', 'score', 'select']
     """
     definitions: dict[str, Any] = {"budget": _budget()}
     for place, kinds in PLACES.items():
@@ -51,6 +51,8 @@ def schema() -> dict[str, Any]:
             "score": {"$ref": "#/$defs/score", "description": about["score"]},
             "budget": {"$ref": "#/$defs/budget", "description": about["budget"]},
             "select": {"$ref": "#/$defs/selector", "description": about["select"]},
+            "prefill": _setting("kvpolicy", Policy, "prefill"),
+            "decode": {"anyOf": [_decode(), {"type": "null"}], "description": about["decode"]},
         },
         "$defs": definitions,
     }
@@ -81,6 +83,14 @@ def _budget() -> dict[str, Any]:
                 "not": {"required": ["tokens", "keep"]},
             },
         ],
+    }
+
+
+def _decode() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {name: _setting("kvpolicy", Decode, name) for name in ("every", "grace")},
     }
 
 

@@ -84,8 +84,8 @@ def _window_attention(view: LayerView) -> Tensor:
     logits = queries @ view.keys.float().clamp(-LIMIT, LIMIT).mT
     logits = rearrange(logits, "b h (g w) t -> b h g w t", g=view.group)
 
-    slots = torch.arange(view.slots, device=view.valid.device)
-    seen = view.valid[:, :, None] & (slots <= view.query_slots[:, None, :, None])  # [B, Hkv, W, T]
+    past = view.positions[:, :, None] <= view.query_positions[:, None, :, None]
+    seen = view.valid[:, :, None] & past  # [B, Hkv, W, T]
     exists = seen.any(-1)
     # Not -inf: a query that sees nothing would be nan; it is uniform instead, and weighs nothing below.
     attention = logits.masked_fill_(~seen[:, :, None], torch.finfo(torch.float32).min).softmax(-1)

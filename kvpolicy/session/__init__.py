@@ -7,21 +7,26 @@ calls back once a layer has attended, and the slots that the policy does not kee
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from kvpolicy import attend
-from kvpolicy.errors import PolicyError, UnsupportedModelError
+from kvpolicy.errors import InactiveSessionError, PolicyError, UnsupportedModelError
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report
 from kvpolicy.session.decoder import arguments, cache_in, cache_name, find_decoders, uses_cache
+from kvpolicy.session.layers import prepare, take_over, why_not
 from kvpolicy.session.run import CacheRun, run_of
-from kvpolicy.store.layer import EvictingLayer
+from kvpolicy.session.watch import Watch
+from kvpolicy.session.when import Prompt
+from kvpolicy.step import forget
 
 
 class Session:
@@ -43,6 +48,9 @@ class Session:
         self.report = Report(policy.name)
         self._inactive = inactive
         self._decoders = find_decoders(model)
+        self._watch = Watch(model, policy, self._swap)
+        self._prompt = Prompt()
+        self._read: dict[int, tuple[CacheRun, DynamicCache]] = {}
         self._entered = 0
         self._hooks: list[RemovableHandle] = []
 
@@ -54,6 +62,42 @@ class Session:
     def active(self) -> bool:
         """Whether the session is entered."""
         return self._entered > 0
+
+    @contextmanager
+    def prompt(self) -> Iterator[None]:
+        """Read one prompt in several forward passes by hand: under a policy whose `prefill` is "whole" it evicts at the
+        end of the block.
+
+        >>> import torch, kvpolicy
+        >>> from transformers import DynamicCache
+        >>> from kvpolicy.session.decoder import cache_name
+        >>> from kvpolicy.testing.models import tiny
+        >>> model, ids = tiny(), torch.arange(96)[None]
+        >>> with kvpolicy.load("snapkv", budget=64).on(model) as run:
+        ...     cache = DynamicCache()
+        ...     with run.prompt():
+        ...         for chunk in ids.split(32, dim=1):
+        ...             _ = model(chunk, **{cache_name(model): cache})
+        >>> run.report.to_dict()["layers"][0]["kept"]
+        [[64, 64]]
+        """
+        if not self.active:
+            raise InactiveSessionError("prompt: expected to be inside the session's `with` block")
+        outer = self._swap(Prompt(unfinished=True))
+        try:
+            yield
+        except BaseException:
+            self._read.clear()
+            raise
+        finally:
+            self._swap(outer)
+        while self._read:
+            _, (run, cache) = self._read.popitem()
+            run.settle(cache)
+
+    def _swap(self, prompt: Prompt) -> Prompt:
+        before, self._prompt = self._prompt, prompt
+        return before
 
     def __enter__(self) -> Session:
         if not self._entered:
@@ -81,8 +125,11 @@ class Session:
             before = decoder.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             after = decoder.register_forward_hook(self._after, with_kwargs=True)
             self._hooks += [before, after]
+        self._watch.begin()
 
     def _detach(self) -> None:
+        self._watch.lift()
+        forget()
         while self._hooks:
             self._hooks.pop().remove()
         for decoder in self._decoders:
@@ -99,7 +146,9 @@ class Session:
             args, kwargs = (), {**given, cache_name(decoder): cache}
         run = self._run_of(cache, decoder)
         if run is not None:
-            run.begin(cache, given.get("attention_mask"))
+            run.begin(cache, given.get("attention_mask"), self._prompt)
+            if self._prompt.unfinished:
+                self._read[id(cache)] = run, cache
         return args, kwargs
 
     def _after(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -112,21 +161,16 @@ class Session:
         if run is not None:
             run.require_active()
             return run if run.owner is self else None
-        refused = _why_not(cache)
+        refused = why_not(cache)
         if refused:
             self.cannot_act(refused)
             return None
-        if not cache.layers:
-            # Without a config the cache would make plain layers one by one; the decoder's config knows their kinds.
-            cache.layers = DynamicCache(config=decoder.config).layers
-            cache.layer_class_to_replicate = None
-        evictable = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+        evictable = prepare(cache, decoder.config)
         if not evictable:
             self.cannot_act("it has no full-attention layer to evict from")
             return None
         run = CacheRun(self.policy, evictable, self)
-        for index in evictable:
-            cache.layers[index] = EvictingLayer(index, run)
+        take_over(cache, evictable, run)
         self.report = run.report
         run.report.left_alone = [index for index in range(len(cache.layers)) if index not in evictable]
         return run
@@ -139,15 +183,3 @@ class Session:
         if self._inactive == "raise":
             raise UnsupportedModelError(message)
         warnings.warn(message, stacklevel=3)
-
-
-def _why_not(cache: Any) -> str:
-    """Return why a cache cannot be taken over, or ""."""
-    if type(cache) is not DynamicCache:
-        return f"its cache is a {type(cache).__name__}; expected a DynamicCache"
-    if cache.offloading:
-        return "its cache is offloaded; expected a DynamicCache without offloading"
-    held = max((layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)), default=0)
-    if held:
-        return f"its cache already holds {held} tokens that this session has not seen; start from an empty one"
-    return ""

@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from kvpolicy.errors import UnsupportedModelError
 
@@ -31,11 +31,23 @@ def find_decoders(model: nn.Module) -> list[PreTrainedModel]:
         if isinstance(module, PreTrainedModel) and set(CACHE_NAMES) & set(forward_names(module))
     ]
     found = [taker for taker in takers if not any(inner in takers for inner in taker.modules() if inner is not taker)]
+    own = sorted({type(module).__name__ for module in model.modules() if _has_own_cache(module)})
+    if own:
+        raise UnsupportedModelError(
+            f"model: expected one that caches in a DynamicCache, got {', '.join(own)}, with a cache of its own or none"
+        )
     if not found:
         raise UnsupportedModelError(
             f"model: expected a transformers decoder (a forward that takes a cache), got {type(model).__name__}"
         )
     return found
+
+
+def _has_own_cache(module: nn.Module) -> bool:
+    # Reads nothing but the class. Such a model fails with a DynamicCache, however deep inside.
+    mixin: Any = GenerationMixin
+    supports = mixin._supports_default_dynamic_cache.__func__
+    return isinstance(module, PreTrainedModel) and not supports(type(module))
 
 
 def forward_names(model: PreTrainedModel) -> tuple[str, ...]:

@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.step import Step, tag
+from kvpolicy.step import Attended, Step, mark, tag
 from kvpolicy.store import build
 from kvpolicy.store.dense import DenseStore
 from kvpolicy.store.ragged import RaggedStore
 from kvpolicy.types import Selection
+from kvpolicy.window import Window
 
 
 class Owner(Protocol):
@@ -23,11 +24,17 @@ class Owner(Protocol):
     plain: bool
     """Whether the mask of this pass is causal order and padding alone, and every stored slot is visible."""
 
-    def updating(self, layer: EvictingLayer) -> None:
-        """Take note before an update; raise where the layer may not be used."""
+    def updating(self, layer: EvictingLayer, new: int) -> int | None:
+        """Return how many of `new` tokens come before the pass evicts, None where it does not evict in its middle."""
 
-    def attended(self, layer: EvictingLayer, query: Tensor, scaling: float | None) -> None:
-        """Take note that attention has run on the layer."""
+    def attended(self, layer: EvictingLayer, attended: Attended) -> Tensor | None:
+        """Take note that attention has run; return the slots that stay, where the pass goes on after it evicts."""
+
+    def took_rows(self, layer: EvictingLayer, rows: Tensor) -> None:
+        """Take note that the layer's batch is now its rows `rows`."""
+
+    def cropped(self, layer: EvictingLayer) -> None:
+        """Take note that the layer has lost its last tokens."""
 
 
 class EvictingLayer(DynamicLayer):
@@ -46,6 +53,10 @@ class EvictingLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget everything; the layer is as new."""
         self.store: DenseStore | RaggedStore | None = None
+        self.window: Window | None = None
+        self.scaling: float | None = None
+        # Whether the model derives what it attends to from what is cached; the first pass shows it.
+        self.shared: bool | None = None
         self.seen = 0
         self.is_initialized = False
         # Slots kept and tokens seen at the last eviction; every head gained every token since.
@@ -69,7 +80,8 @@ class EvictingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the keys and values to attend to; heads of different lengths travel in the keys' step."""
-        self.owner.updating(self)
+        new = key_states.shape[2]
+        cut = self.owner.updating(self, new)
         start = self.seen
         if self.store is None:
             # Held as they are until attention has run: evicting then copies what is kept, and only that.
@@ -80,11 +92,23 @@ class EvictingLayer(DynamicLayer):
             # Buffers that grow outlive `torch.inference_mode`; nothing is learned through a cache.
             with torch.inference_mode(False), torch.no_grad():
                 self.store.append(key_states, value_states, start)
-        self.seen += key_states.shape[2]
-        store = self.store
-        keys, values = (key_states, value_states) if isinstance(store, RaggedStore) else (store.keys, store.values)
-        positions = store.positions if isinstance(store, DenseStore) else None
-        step = Step(store, values, positions, start, self.owner.plain, partial(self.owner.attended, self))
+        self.seen += new
+        keys, values, positions = key_states, value_states, None
+        # Heads of different lengths travel in the step, unless the model has to derive its own from them.
+        if self.shared or not self.store.ragged:
+            keys, values, positions = self.store.padded()
+        step = Step(
+            layer=self.index,
+            store=self.store,
+            keys=mark(keys),
+            values=mark(values),
+            positions=positions,
+            start=start,
+            plain=self.owner.plain,
+            shared=self.shared,
+            cut=cut,
+            attended=partial(self.owner.attended, self),
+        )
         return tag(keys, step), values
 
     def padded(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -93,10 +117,15 @@ class EvictingLayer(DynamicLayer):
             raise UnsupportedModelError(f"layer {self.index}: expected tokens, got none")
         return self.store.padded()
 
-    def evict(self, view: tuple[Tensor, Tensor, Tensor | None], selection: Selection) -> None:
-        """Keep the selected slots of `view` (keys, values, positions) and free the rest."""
-        self.store, self._settled = build(*view, selection)
-        self.settled_at = self.seen
+    def evict(self, stored: tuple[Tensor, Tensor, Tensor | None], selection: Selection, tail: int) -> None:
+        """Keep the selected slots of `stored` (keys, values, positions), and the last `tail` slots; free the rest."""
+        keys, values, positions = stored
+        end = keys.shape[2] - tail
+        old = None if positions is None else positions[:, :, :end]
+        self.store, self._settled = build(keys[:, :, :end], values[:, :, :end], old, selection)
+        self.settled_at = self.seen - tail
+        if tail:
+            self.store.append(keys[:, :, end:], values[:, :, end:], self.settled_at)
 
     def own(self) -> None:
         """Copy what is held out of the model's tensors, which may be views of larger ones."""
@@ -117,18 +146,11 @@ class EvictingLayer(DynamicLayer):
         """Remove the last tokens: `-n` removes n, a positive number is the length to return to.
 
         Raises:
-            UnsupportedModelError: when that reaches back to tokens among which some were evicted, or comes right after
-                an eviction: only decoding with drafts (assisted, prompt lookup) crops there, by nothing where it
-                accepts them all, and its drafts were scored as if they belonged to the prompt.
+            UnsupportedModelError: when that reaches back to tokens among which some were evicted.
         """
         count = -tokens_to_remove if tokens_to_remove <= 0 else max(self.seen - tokens_to_remove, 0)
-        if self.store is None:
+        if self.store is None or not count:
             return
-        if self.settled_at and self.seen == self.settled_at:
-            raise UnsupportedModelError(
-                f"crop: layer {self.index} has just evicted. Assisted and prompt-lookup decoding cannot run under a "
-                "policy: their drafts come in one pass with the prompt"
-            )
         if self.seen - count < self.settled_at:
             raise UnsupportedModelError(
                 f"crop: expected at most the {self.seen - self.settled_at} tokens that layer {self.index} has seen "
@@ -136,18 +158,26 @@ class EvictingLayer(DynamicLayer):
             )
         self.store.drop_last(count)
         self.seen -= count
+        if self.window is not None:
+            self.window = self.window.before(self.seen)
+        self.owner.cropped(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the batch by its rows `beam_idx`."""
-        self.batch_select_indices(beam_idx)
+        self._take_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Replace the batch by its rows `indices`, which may repeat; a bool mask selects."""
+        self._take_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def _take_rows(self, rows: Tensor) -> None:
         if self.store is None:
             return
-        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self.store.take_rows(rows)
         self._settled = [self._settled[row] for row in rows.tolist()]
+        if self.window is not None:
+            self.window = self.window.take_rows(rows)
+        self.owner.took_rows(self, rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""

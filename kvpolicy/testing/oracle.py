@@ -7,9 +7,9 @@ it gives the same logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,9 +59,9 @@ class _Prompt:
 
 
 @contextmanager
-def _listening(model: PreTrainedModel, prompt: _Prompt) -> Iterator[None]:
+def _listening(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[None]:
     own = model.config._attn_implementation
-    AttentionInterface.register(_NAME, prompt.attend)
+    AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
     model.config._attn_implementation = _NAME
     try:
@@ -96,7 +96,7 @@ def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, window: int)
     Rows padded on the right are not supported: their last queries are padding.
     """
     prompt = _Prompt()
-    with _listening(model, prompt):
+    with _listening(model, prompt.attend):
         forward(model, ids, DynamicCache(config=model.config), mask)
     window = min(window, ids.shape[1])
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -106,7 +106,7 @@ def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, window: int)
             keys=prompt.keys[layer],
             values=prompt.values[layer],
             queries=prompt.queries[layer][:, :, -window:] if window else None,
-            query_slots=torch.where(valid[:, -window:], slots, -1) if window else None,  # type: ignore[arg-type]
+            query_positions=torch.where(valid[:, -window:], slots, -1) if window else None,  # type: ignore[arg-type]
             valid=valid,
             layer=layer,
             scaling=prompt.scaling[layer],  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def logits(
         prompt.keep = [selection.to_mask(ids.shape[1]) for selection in kept]
     cache = DynamicCache(config=model.config)
     found: list[Tensor] = []
-    with _listening(model, prompt):
+    with _listening(model, prompt.attend):
         for piece in (ids, *pieces):
             if mask is not None and found:
                 mask = torch.cat([mask, torch.ones_like(piece)], dim=1)
@@ -156,10 +156,113 @@ def continuations(
         plans: what of the prompt stays visible, by layer; None for everything.
     """
     prompt, cache = _Prompt(), DynamicCache(config=model.config)
-    with _listening(model, prompt):
+    with _listening(model, prompt.attend):
         forward(model, ids, cache, None)
         prompt.length = ids.shape[1]
         for kept in plans:
             prompt.keep = None if kept is None else [selection.to_mask(prompt.length) for selection in kept]
             yield forward(model, continuation, cache, None)
             cache.crop(-continuation.shape[1])
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where an eviction is due.
+
+    Args:
+        seen: after how many tokens.
+        since: the first token whose query may score.
+        grace: the newest tokens it spares.
+    """
+
+    seen: int
+    since: int = 0
+    grace: int = 0
+
+
+@dataclass
+class _Replay:
+    """Every query, key and value of each layer so far, and what is visible of them."""
+
+    policy: Policy
+    mask: Tensor
+    points: dict[int, Point]
+    layers: int
+    record: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    keep: dict[int, Tensor] = field(default_factory=dict)
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        layer, seen = module.layer_idx, key.shape[2]
+        batch, query_heads, new, _ = query.shape
+        heads = key.shape[1]
+        before = self.record[layer][0] if layer in self.record else query[:, :, :0]
+        queries = torch.cat([before, query], dim=2)
+        self.record[layer] = queries, key, value
+        start = seen - new
+        shown = torch.ones(batch, heads, new, seen, dtype=torch.bool).tril(start).to(key.device)
+        shown = shown & self.mask[:, None, None, :seen].bool()
+        keep = self.keep.get(layer, torch.ones(batch, heads, 0, dtype=torch.bool))
+        keep = torch.cat([keep, keep.new_ones(batch, heads, seen - keep.shape[2])], dim=-1)
+        shown = shown & keep[:, :, None]
+        # Tokens that come after an eviction in the middle of this pass no longer see what it took.
+        for point in (point for at, point in self.points.items() if start < at <= seen):
+            kept = self._evict(layer, queries, key, value, keep, point, kwargs.get("scaling"))
+            keep = torch.cat([kept, keep[:, :, point.seen :]], dim=-1)
+            shown[:, :, point.seen - start :] &= keep[:, :, None]
+        self.keep[layer] = keep
+        # A query that sees nothing is padding: any answer will do, but nan.
+        shown = shown | ~shown.any(-1, keepdim=True)
+        return sdpa_attention_forward(
+            module, query, key, value, shown.repeat_interleave(query_heads // heads, dim=1), **kwargs
+        )
+
+    def _evict(
+        self, layer: int, queries: Tensor, key: Tensor, value: Tensor, keep: Tensor, point: Point, scaling: float | None
+    ) -> Tensor:
+        end, window = point.seen, self.policy.needs.queries
+        real = self.mask[:, :end].bool()
+        view = LayerView(
+            keys=key[:, :, :end],
+            values=value[:, :, :end],
+            valid=keep[:, :, :end] & real[:, None],
+            seen=real.sum(-1),
+            layer=layer,
+            scaling=scaling,  # type: ignore[arg-type]
+        )
+        if window:
+            order = torch.arange(end).expand_as(real)
+            last = order.where(real & (order >= point.since), -1).sort(-1).values[:, -window:]
+            index = last.clamp(min=0)[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+            view = replace(view, queries=queries.gather(2, index), query_positions=last)
+        tokens = self.policy.layer_slots(view.seen, self.layers)[:, layer]
+        view = self.policy.protect(view, tokens, grace=point.grace)
+        return self.policy.choose(view, *self.policy.scores(view), tokens).to_mask(end)
+
+
+def replay(
+    model: PreTrainedModel,
+    policy: Policy,
+    pieces: Sequence[Tensor],
+    points: Sequence[Point],
+    mask: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the logits of all tokens, ``[B, T, V]``, and what each layer still shows, bool ``[B, Hkv, T]``.
+
+    Args:
+        model: all of its layers attend to every token.
+        policy: what decides.
+        pieces: int64 ``[B, q]`` each, one forward pass a piece.
+        points: where it evicts.
+        mask: int64 ``[B, T]`` over all pieces, 0 for padding, or None.
+    """
+    batch, total = pieces[0].shape[0], sum(piece.shape[1] for piece in pieces)
+    whole = torch.ones(batch, total, dtype=torch.int64) if mask is None else mask
+    state = _Replay(policy, whole, {point.seen: point for point in points}, model.config.num_hidden_layers)
+    cache, found, seen = DynamicCache(config=model.config), [], 0
+    with _listening(model, state.attend):
+        for piece in pieces:
+            seen += piece.shape[1]
+            found.append(forward(model, piece, cache, None if mask is None else mask[:, :seen]))
+    return torch.cat(found, dim=1), [state.keep[layer] for layer in sorted(state.keep)]
