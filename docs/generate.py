@@ -58,7 +58,8 @@ def _plugin(entry: Entry) -> str:
 
 def _row(name: str, setting: dict[str, Any]) -> str:
     default = setting.get("default", "required")
-    shown = {"required": "required", None: "none"}.get(default, f"`{default}`")
+    written = f"[{', '.join(default)}]" if isinstance(default, list) else default
+    shown = {"required": "required", None: "none"}.get(written, f"`{written}`")
     return f"| `{name}` | {_values(setting)} | {shown} | {_cell(setting.get('description', ''))} |"
 
 
@@ -70,6 +71,9 @@ def _values(setting: dict[str, Any]) -> str:
         return " or ".join(_values(one) for one in setting["anyOf"] if one.get("type") != "null")
     if "enum" in setting:
         return ", ".join(f"`{value}`" for value in setting["enum"])
+    if setting["type"] == "object":
+        keys = ", ".join(f"`{name}`" for name in setting["propertyNames"]["enum"])
+        return f"a mapping of {keys} to {_values(setting['additionalProperties'])}"
     if setting["type"] == "array":
         return "a list of scores" if "$ref" in setting["items"] else f"a list, each {_values(setting['items'])}"
     kinds = {"integer": "a whole number", "number": "a number", "boolean": "`true`, `false`", "string": "text"}

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from kvpolicy.errors import KVPolicyError
     from kvpolicy.hookspecs import hookimpl
     from kvpolicy.plugin import Numbers, Score, Scores, settings
-    from kvpolicy.policy import Budget, Policy
+    from kvpolicy.policy import Budget, Decode, Policy
+    from kvpolicy.session.context import Context, load_context
     from kvpolicy.types import LayerView, Needs, Plan, Selection
 
 _HOME = {
@@ -26,7 +27,10 @@ _HOME = {
     "Scores": "plugin",
     "settings": "plugin",
     "Budget": "policy",
+    "Decode": "policy",
     "Policy": "policy",
+    "Context": "session.context",
+    "load_context": "session.context",
     "LayerView": "types",
     "Needs": "types",
     "Plan": "types",
@@ -37,6 +41,8 @@ _MODULES = ("functional", "models")
 
 __all__ = [
     "Budget",
+    "Context",
+    "Decode",
     "KVPolicyError",
     "LayerView",
     "Needs",
@@ -49,6 +55,7 @@ __all__ = [
     "functional",
     "hookimpl",
     "load",
+    "load_context",
     "models",
     "settings",
 ]

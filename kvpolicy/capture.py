@@ -74,6 +74,8 @@ def visible_columns(mask: Any, seen: int) -> Tensor | None:
         mask = mask.get("full_attention")
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        raise UnsupportedModelError(f"attention mask: expected a tensor, got {type(mask).__name__}")
     if mask.ndim == 4:
         last = mask[:, 0, -1]
         # An additive mask may carry a bias; what it hides is near the lowest number there is.

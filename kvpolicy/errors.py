@@ -77,6 +77,14 @@ class InactiveSessionError(KVPolicyError, ValueError):
     """An evicted cache is used where the session that made it is not active."""
 
 
+class ContextError(KVPolicyError, ValueError):
+    """A compressed context, its file, a question put to it or the model it is given to is wrong."""
+
+
+class UnsupportedVersionError(KVPolicyError, ImportError):
+    """The installed transformers is older than kvpolicy needs."""
+
+
 class MissingModelError(KVPolicyError, ValueError):
     """A model's files or the package that carries them are not there."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pluggy
 
-from kvpolicy.plugin import Combiner, HeadBudget, LayerBudget, Scorer, Selector
+from kvpolicy.plugin import Combiner, HeadBudget, LayerBudget, Scorer, Selector, Store
 
 hookspec = pluggy.HookspecMarker("kvpolicy")
 hookimpl = pluggy.HookimplMarker("kvpolicy")
@@ -36,6 +36,11 @@ def kvpolicy_budgets() -> Iterable[type[LayerBudget] | type[HeadBudget]]:  # typ
 @hookspec
 def kvpolicy_selectors() -> Iterable[type[Selector]]:  # type: ignore[empty-body]
     """Return the selector classes this plugin offers."""
+
+
+@hookspec
+def kvpolicy_stores() -> Iterable[type[Store]]:  # type: ignore[empty-body]
+    """Return the store classes this plugin offers."""
 
 
 @hookspec

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import kvpolicy.compat  # noqa: F401  (first: it says so where transformers is too old for the rest)
+
+# isort: split
 import importlib.metadata
 import importlib.util
 import os

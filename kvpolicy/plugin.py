@@ -17,13 +17,14 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Protocol, TypeVar, dataclass_transform, runtime_checkable
 
+from annotated_types import MinLen
 from pydantic import BeforeValidator, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 from torch import Tensor
 
 from kvpolicy.errors import NOTHING, Problem, SettingError, nearest
-from kvpolicy.types import LayerView, Needs, Selection
+from kvpolicy.types import LayerView, Modality, Needs, Selection
 
 T = TypeVar("T")
 
@@ -92,7 +93,8 @@ def _expected(message: str) -> str:
     """
     message = re.sub("^Input should be ", "expected ", message)
     message = re.sub("^expected (greater|less|a multiple)", r"expected a number \1", message)
-    return message.replace("a valid boolean", "true or false").replace("a valid tuple", "a list")
+    words = {"a valid boolean": "true or false", "a valid tuple": "a list", "a valid dictionary": "a mapping"}
+    return functools.reduce(lambda text, word: text.replace(*word), words.items(), message)
 
 
 class Node(Protocol):
@@ -121,6 +123,9 @@ class Combiner(Node, Protocol):
     """A branch of the score tree: its `Score` and `Scores` fields are its children.
 
     A child field named ``importance`` marks the importance of the whole.
+
+    A combiner may have a method ``decides(view)`` that returns, by child field, bool ``[B, Hkv, T]``: the slots which
+    that child decides. The child then sees no other slots as candidates.
     """
 
     def __call__(self, view: LayerView, **children: Any) -> Tensor:
@@ -153,7 +158,9 @@ class LayerBudget(Protocol):
 class HeadBudget(Protocol):
     """How many slots each KV head of one layer keeps; ``stage = "heads"``.
 
-    ``by`` ("score" or "importance") says which scores it is given; without it, "score".
+    ``by`` ("score" or "importance") says which scores it is given; without it, "score". ``across_heads = False`` says
+    that a head's length does not depend on other heads; without it, a model whose heads are on several ranks (tensor
+    parallelism) gathers of all of them what it is given: scores, and the view's `valid` and `candidates`, no more.
     """
 
     @property
@@ -189,6 +196,17 @@ class Selector(Protocol):
         """Return the kept slots: exactly `lengths` (int64 ``[B, Hkv]``) of them, the protected among them."""
 
 
+@runtime_checkable
+class Store(Protocol):
+    """How the kept slots of a layer are held."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, kept: Any) -> Any:
+        """Return a store (see `kvpolicy.step.Stored`) of what `kept`, a `DenseStore` or `RaggedStore`, holds."""
+
+
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
@@ -200,6 +218,8 @@ Scores = Annotated[tuple[Scorer | Combiner, ...], BeforeValidator(_as_tuple), _C
 """A field that holds several; a list in a policy file."""
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 """A field that holds several numbers; a list in a policy file."""
+Modalities = Annotated[tuple[Modality, ...], MinLen(1), BeforeValidator(_as_tuple)]
+"""A field that holds one modality or more; a list in a policy file."""
 
 
 def child_fields(cls: type) -> list[str]:
@@ -227,9 +247,24 @@ def role_of(scorer: object) -> str:
 
 
 def importance_of(node: Node) -> Node | None:
-    """Return the part of a score tree that measures importance, or None where there is none."""
+    """Return the part of a score tree that measures importance, or None where there is none.
+
+    Of a combiner that gives each child slots of its own (`decides`), it is the same over the importance of each child.
+    """
     below = children(node)
     if "importance" in below:
         return typing.cast(Node, below["importance"])
+    if hasattr(node, "decides"):
+        return _importance_of_each(node, below)
     leaves = [leaf for leaf in walk(node) if not children(leaf)]
     return node if all(role_of(leaf) == "importance" for leaf in leaves) else None
+
+
+def _importance_of_each(node: Node, below: dict[str, Node | tuple[Node, ...]]) -> Node | None:
+    parts: dict[str, Any] = {}
+    for name, child in below.items():
+        found = [importance_of(one) for one in (child if isinstance(child, tuple) else (child,))]
+        if None in found:
+            return None
+        parts[name] = tuple(found) if isinstance(child, tuple) else found[0]
+    return node if parts == below else dataclasses.replace(node, **parts)  # type: ignore[type-var]

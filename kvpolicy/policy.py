@@ -16,12 +16,26 @@ from torch import Tensor
 
 from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
 from kvpolicy.errors import PluginError, SettingError
-from kvpolicy.plugin import HeadBudget, LayerBudget, Node, Score, Selector, children, importance_of, settings, walk
+from kvpolicy.plugin import (
+    HeadBudget,
+    LayerBudget,
+    Node,
+    Score,
+    Selector,
+    Store,
+    children,
+    importance_of,
+    settings,
+    walk,
+)
 from kvpolicy.selectors.top_k import TopK
+from kvpolicy.store.settings import Plain
 from kvpolicy.types import LayerView, Needs, Plan, Selection
 
 if TYPE_CHECKING:
     from kvpolicy.session import Session
+    from kvpolicy.session.context import Context
+    from kvpolicy.session.parallel import HeadGroup
 
 
 @settings
@@ -91,6 +105,7 @@ class Policy:
         prefill: when a prompt that is read in chunks evicts: "whole", once all of it is read, or "chunks", after
             each, so that no more than budget and chunk are ever held.
         decode: eviction while decoding; without it, only prompts evict.
+        store: how the kept slots are held.
         description: one line for ``kvpolicy list``.
 
     >>> from kvpolicy.scorers.random import Random
@@ -105,6 +120,7 @@ class Policy:
     select: Selector = Field(default_factory=TopK, kw_only=True)
     prefill: Literal["whole", "chunks"] = "whole"
     decode: Decode | None = None
+    store: Store = Field(default_factory=Plain, kw_only=True)
     description: str = ""
 
     def __post_init__(self) -> None:
@@ -121,16 +137,21 @@ class Policy:
 
     @property
     def trivial(self) -> bool:
-        """Whether the policy keeps everything."""
-        return self.budget.keep == 1
+        """Whether the policy keeps everything as it is."""
+        return self.budget.keep == 1 and isinstance(self.store, Plain)
 
     @property
     def needs(self) -> Needs:
-        """What the score tree reads, all nodes together."""
-        needs = Needs()
+        """What the score tree and the selector read, all together."""
+        needs: Needs = getattr(self.select, "needs", Needs())
         for node in walk(self.score):
             needs |= node.needs
         return needs
+
+    @property
+    def across_heads(self) -> bool:
+        """Whether the heads of a layer decide together how many slots each of them keeps."""
+        return bool(getattr(self.budget.heads, "across_heads", True))
 
     def layer_slots(self, seen: Tensor, layers: int) -> Tensor:
         """Return each layer's budget in slots a KV head, int64 ``[B, layers]``.
@@ -175,22 +196,53 @@ class Policy:
             protected = protected | (spare & (spare.flip(-1).cumsum(-1).flip(-1) <= room))
         return view.decide(view.valid & ~protected)
 
-    def scores(self, view: LayerView) -> tuple[Tensor, Tensor | None]:
-        """Return the score tree's float32 ``[B, Hkv, T]`` and that of its importance part, if it has one."""
-        found: dict[int, Tensor] = {}
-        scores = _evaluate(self.score, view, found)
-        part = importance_of(self.score)
-        importance = None if part is None else found[id(part)]
+    def scores(self, view: LayerView, *, peers: HeadGroup | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the score tree's float32 ``[B, Hkv, T]`` and that of its importance part, if it has one.
+
+        Args:
+            view: the layer's slots.
+            peers: the ranks that hold the layer's other heads.
+        """
+        scores, importance = _evaluate(self.score, view)
         if view.shared:
-            scores = scores.mean(1, keepdim=True).expand_as(scores)
-            importance = importance if importance is None else importance.mean(1, keepdim=True).expand_as(scores)
+            scores = _mean_of_heads(scores, peers)
+            importance = None if importance is None else _mean_of_heads(importance, peers)
         return scores, importance
 
-    def choose(self, view: LayerView, scores: Tensor, importance: Tensor | None, tokens: Tensor) -> Selection:
-        """Return the kept slots, given the scores of `view`'s candidates and the layer's budget ``[B]``."""
+    def choose(
+        self,
+        view: LayerView,
+        scores: Tensor,
+        importance: Tensor | None,
+        tokens: Tensor,
+        *,
+        peers: HeadGroup | None = None,
+    ) -> Selection:
+        """Return the kept slots.
+
+        Args:
+            view: the layer's slots.
+            scores: float32 ``[B, Hkv, T]``, of its candidates.
+            importance: likewise, their importance part, or None.
+            tokens: int64 ``[B]``, the layer's budget in slots a KV head.
+            peers: the ranks that hold the layer's other heads.
+        """
         heads = self.budget.heads
         decisive = importance if importance is not None and getattr(heads, "by", "score") == "importance" else scores
-        lengths = heads(view, decisive, tokens)
+        lengths = self._lengths(view, decisive, tokens, peers)
+        selection = self.select(view, scores, lengths)
+        self._check_selection(selection, view, lengths)
+        return selection
+
+    def _lengths(self, view: LayerView, scores: Tensor, tokens: Tensor, peers: HeadGroup | None) -> Tensor:
+        """Return how many slots each head of `view` keeps, int64 ``[B, Hkv]``."""
+        heads = self.budget.heads
+        # Heads that keep the same slots score alike: each rank comes to the same lengths alone.
+        if view.shared or not self.across_heads:
+            peers = None
+        if peers is not None:
+            view, scores = peers.whole(view, scores)
+        lengths = heads(view, scores, tokens)
         _check(lengths, tuple(view.valid.shape[:2]), torch.int64, f"head budget '{heads.name}'")
         held = view.valid.sum(-1)
         least = torch.minimum((held - view.candidates.sum(-1)).clamp(min=1), held)
@@ -200,9 +252,7 @@ class Policy:
                 f"{held.tolist()} (valid), {held.shape[1]} heads * {tokens.tolist()} in all at most, "
                 f"got {lengths.tolist()}"
             )
-        selection = self.select(view, scores, lengths)
-        self._check_selection(selection, view, lengths)
-        return selection
+        return lengths if peers is None else peers.own(lengths)
 
     def _check_selection(self, selection: Selection, view: LayerView, lengths: Tensor) -> None:
         who = f"selector '{self.select.name}'"
@@ -238,6 +288,37 @@ class Policy:
 
         return Session(self, model, inactive=inactive)
 
+    def compress(self, model: Any, inputs: Any, question: Any = None) -> Context:
+        """Return what `model` keeps of `inputs` under this policy, read once and to be asked many times.
+
+        Without `question` the context is query-agnostic: the queries that score are its own last ones. With it, it is
+        query-aware, and for that question: it stands behind the inputs, and all but its last token, which every fork
+        reads first, decide with them. Either way asking evicts nothing more, unless `decode` does.
+
+        Args:
+            model: any transformers decoder.
+            inputs: ids ``[T]`` or ``[B, T]``, or the mapping that a tokenizer or processor returns.
+            question: likewise, text alone; one row for all of the inputs, or one for each.
+
+        Raises:
+            ContextError: when inputs or question are wrong.
+            UnsupportedModelError: when the policy cannot act on the model.
+
+        >>> import torch, kvpolicy
+        >>> from kvpolicy.testing.models import tiny
+        >>> model, text = tiny(), torch.arange(96)
+        >>> context = kvpolicy.load("snapkv", budget=40).compress(model, text)
+        >>> context
+        <Context of policy 'snapkv', query-agnostic: 1 x 96 tokens, 15,360 bytes>
+        >>> with context.fork() as fork:
+        ...     answer = fork.generate(torch.tensor([5, 6, 7]), max_new_tokens=4, min_new_tokens=4)
+        >>> answer.shape
+        torch.Size([1, 4])
+        """
+        from kvpolicy.session.context import compress
+
+        return compress(self, model, inputs, question)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as the mapping that a policy file holds; `kvpolicy.load` reads it back."""
         from kvpolicy.config import dump
@@ -245,20 +326,56 @@ class Policy:
         return dump(self)
 
 
-def _evaluate(node: Node, view: LayerView, found: dict[int, Tensor]) -> Tensor:
-    below: dict[str, Tensor | list[Tensor]] = {}
+def _mean_of_heads(scores: Tensor, peers: HeadGroup | None) -> Tensor:
+    """Return in each head the mean of `scores` ``[B, H, T]`` over all heads."""
+    every = scores if peers is None else peers.gather(scores)
+    return every.mean(1, keepdim=True).expand_as(scores)
+
+
+def _evaluate(node: Node, view: LayerView) -> tuple[Tensor, Tensor | None]:
+    """Return what a node scores, and its importance part, if it has one: float32 ``[B, Hkv, T]`` each."""
+    below: dict[str, Any] = {}
+    important: dict[str, Any] = {}
+    decided = _decided(node, view)
     for field, child in children(node).items():
+        own = view.decide(view.candidates & decided[field]) if field in decided else view
         if isinstance(child, tuple):
-            below[field] = [_evaluate(one, view, found) for one in child]
+            found = [_evaluate(one, own) for one in child]
+            below[field], important[field] = ([pair[part] for pair in found] for part in (0, 1))
         else:
-            below[field] = _evaluate(child, view, found)
-    reader = f"{'combiner' if below else 'scorer'} '{node.name}' ({type(node).__module__})"
-    scores = node(view.limit(node.needs, reader), **below)  # type: ignore[operator]
+            below[field], important[field] = _evaluate(child, own)
+    scores = _call(node, view, below)
+    part = importance_of(node)
+    if part is None or part is node:
+        return scores, None if part is None else scores
+    # A child, or this node over the importance of each child.
+    return scores, below["importance"] if "importance" in below else _call(node, view, important)
+
+
+def _decided(node: Node, view: LayerView) -> dict[str, Tensor]:
+    """Return by child field, bool ``[B, Hkv, T]``, which slots it decides; of fields not named, it is all."""
+    decides = getattr(node, "decides", None)
+    if decides is None:
+        return {}
+    found: dict[str, Tensor] = decides(view.limit(node.needs, _who(node)))
+    if not isinstance(found, dict) or not found.keys() <= children(node).keys():
+        raise PluginError(f"{_who(node)}: expected masks by child, {sorted(children(node))}, from decides")
+    for field, mask in found.items():
+        _check(mask, tuple(view.valid.shape), torch.bool, f"{_who(node)}, decides['{field}']")
+    return found
+
+
+def _call(node: Node, view: LayerView, below: dict[str, Any]) -> Tensor:
+    reader = _who(node)
+    scores: Tensor = node(view.limit(node.needs, reader), **below)  # type: ignore[operator]
     _check(scores, tuple(view.valid.shape), torch.float32, reader)
     if not torch.isfinite(scores.where(view.candidates, 0)).all():
         raise PluginError(f"{reader}: expected finite scores on the candidate slots, got nan or inf")
-    found[id(node)] = scores
     return scores
+
+
+def _who(node: Node) -> str:
+    return f"{'combiner' if children(node) else 'scorer'} '{node.name}' ({type(node).__module__})"
 
 
 def _check(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, who: str) -> None:

@@ -17,14 +17,15 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from kvpolicy import hookspecs
 from kvpolicy.errors import PluginError, PolicyError, nearest
 
-KINDS = ("scorer", "combiner", "layers", "heads", "selector")
-"""Scorers and combiners; layer and head budgets; selectors."""
+KINDS = ("scorer", "combiner", "layers", "heads", "selector", "store")
+"""Scorers and combiners; layer and head budgets; selectors; stores."""
 
 HOOKS = {
     "kvpolicy_scorers": "scorer",
     "kvpolicy_combiners": "combiner",
     "kvpolicy_budgets": "",  # each class says which with `stage`
     "kvpolicy_selectors": "selector",
+    "kvpolicy_stores": "store",
     "kvpolicy_policies": "policy",
 }
 
@@ -33,6 +34,7 @@ WHAT = {
     "layers": "layer budget",
     "heads": "head budget",
     "selector": "selector",
+    "store": "store",
     "policy": "policy",
 }
 """What stands in each place of a policy file, in words."""
@@ -40,7 +42,7 @@ WHAT = {
 INHERITED = "inherited"
 """What a policy file calls the importance of the policy it extends; no plugin may take the name."""
 
-BUILTIN_ROOMS = ("scorers", "combiners", "budgets", "selectors", "policies")
+BUILTIN_ROOMS = ("scorers", "combiners", "budgets", "selectors", "store.settings", "policies")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Registry:
             )
 
     def get(self, kind: str, name: str) -> Entry:
-        """Return the entry called `name`; `kind` is "score", "layers", "heads", "selector" or "policy".
+        """Return the entry called `name`; `kind` is "score", "layers", "heads", "selector", "store" or "policy".
 
         Raises:
             PolicyError: when there is none, with the nearest names.
@@ -151,7 +153,8 @@ def _origin(name: str) -> str:
 def _builtin_modules() -> list[ModuleType]:
     """Return every module of the built-in rooms, so that a new scorer is one new file."""
     rooms = [importlib.import_module(f"kvpolicy.{room}") for room in BUILTIN_ROOMS]
-    files = [f"{room.__name__}.{found.name}" for room in rooms for found in pkgutil.iter_modules(room.__path__)]
+    packages = [room for room in rooms if hasattr(room, "__path__")]
+    files = [f"{room.__name__}.{found.name}" for room in packages for found in pkgutil.iter_modules(room.__path__)]
     return rooms + [importlib.import_module(name) for name in files]
 
 

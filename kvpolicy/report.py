@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from kvpolicy.session.parallel import HeadGroup
 
 STAGES = ("capture", "score", "select", "store")
 
@@ -54,6 +57,7 @@ class LayerRecord:
         bytes: held by the storages of keys and values.
         index_bytes: held by the positions of the slots.
         bytes_full: what keys and values of all tokens seen would hold.
+        derived: whether the model derives its heads from what is stored (MLA).
     """
 
     layer: int
@@ -62,6 +66,18 @@ class LayerRecord:
     bytes: int = 0
     index_bytes: int = 0
     bytes_full: int = 0
+    derived: bool = False
+
+    def joined(self, others: Sequence[LayerRecord], *, heads: bool) -> LayerRecord:
+        """Return the record of all ranks: the bytes of all, and the slots of all `heads`, or those of one rank."""
+        rows = zip(*(one.kept for one in others), strict=True)
+        return replace(
+            self,
+            kept=[[count for part in row for count in part] for row in rows] if heads else self.kept,
+            bytes=sum(one.bytes for one in others),
+            index_bytes=sum(one.index_bytes for one in others),
+            bytes_full=sum(one.bytes_full for one in others),
+        )
 
 
 @dataclass
@@ -72,12 +88,17 @@ class Report:
         policy: the policy's name.
         layers: one record an evictable layer, by the model's layer index.
         left_alone: indices of the layers that are not evicted (sliding window, linear, ...).
+        stopwatch: what measured the stages.
+        peers: the ranks of a tensor-parallel model, of which the report is about this one's part.
+        query_aware: whether what is kept was chosen with the question in view; None where nobody said.
     """
 
     policy: str
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     left_alone: list[int] = field(default_factory=list)
+    query_aware: bool | None = None
     stopwatch: Stopwatch = field(default_factory=Stopwatch, repr=False)
+    peers: HeadGroup | None = field(default=None, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -89,6 +110,23 @@ class Report:
         """Bytes of keys and values that a full cache would hold in the same layers."""
         return sum(layer.bytes_full for layer in self.layers.values())
 
+    def over_ranks(self) -> Report:
+        """Return the report of all ranks of a tensor-parallel model: their bytes added up, their heads side by side.
+
+        Every rank has to call it, as it waits for the others; seconds are this rank's. Without tensor parallelism it
+        is the report itself, so that a script may call it either way.
+        """
+        peers = self.peers
+        if peers is None:
+            return self
+        every = peers.collect(self.layers)
+        layers = {}
+        for index, own in self.layers.items():
+            held = len(own.kept[0]) if own.kept else 0
+            apart = not own.derived and peers.shares(index, held)
+            layers[index] = own.joined([records[index] for records in every], heads=apart)
+        return replace(self, layers=layers, peers=None)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
         return {
@@ -98,6 +136,7 @@ class Report:
                 for one in self.layers.values()
             ],
             "left_alone": self.left_alone,
+            "query_aware": self.query_aware,
             "bytes": self.bytes,
             "bytes_full": self.bytes_full,
             "index_bytes": sum(layer.index_bytes for layer in self.layers.values()),

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from kvpolicy.report import LayerRecord, Report
 
 
+_AWARE = {True: "yes", False: "no", None: "unknown"}
+
+
 def report_table(report: Report) -> str:
     """Return `report` as a text table: a line for each run of like layers, then the totals."""
     if not report.layers:
@@ -30,8 +33,11 @@ def report_table(report: Report) -> str:
     table.add_row("all", "", "", f"{report.bytes:,}", _share(report.bytes, report.bytes_full))
     seconds = ", ".join(f"{stage} {spent:.3f}" for stage, spent in report.stopwatch.seconds().items())
     table.caption = f"seconds: {seconds}"
+    table.caption += f"\nquery-aware: {_AWARE[report.query_aware]}"
     if report.left_alone:
         table.caption += f"\nlayers left alone: {', '.join(map(str, report.left_alone))}"
+    if report.peers is not None:
+        table.caption += f"\nrank {report.peers.rank} of {report.peers.size} alone: over_ranks() adds them up"
     out = io.StringIO()
     Console(file=out, width=100).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

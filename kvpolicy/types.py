@@ -5,9 +5,9 @@ Every stage imports this module and torch, and no other stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import overload
+from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class Needs:
         )
 
 
-MODALITIES = ("text", "image", "video", "audio")
+Modality = Literal["text", "image", "video", "audio"]
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
 """What a slot can hold; `LayerView.modality` counts in this order."""
 
 
@@ -159,6 +160,22 @@ class LayerView:
     def decide(self, candidates: Tensor) -> LayerView:
         """Return the view with `candidates` (bool ``[B, Hkv, T]``) as the slots that a score decides."""
         return replace(self, candidates=candidates)
+
+    def holds(self, modalities: Iterable[Modality]) -> Tensor:
+        """Return bool ``[B, Hkv, T]``: which slots hold one of `modalities`.
+
+        Raises:
+            ViewError: when the view does not say what its slots hold.
+
+        >>> said = torch.tensor([[[0, 1, 2]]], dtype=torch.int8)
+        >>> view = LayerView(keys=torch.zeros(1, 1, 3, 2), values=torch.zeros(1, 1, 3, 2), modality=said)
+        >>> view.holds(["image", "video"]).tolist()
+        [[[False, True, True]]]
+        """
+        if self.modality is None:
+            raise ViewError("holds: expected a view with what each slot holds (modality), got one without")
+        wanted = [MODALITIES.index(name) for name in modalities]
+        return torch.isin(self.modality, self.modality.new_tensor(wanted))
 
     def limit(self, needs: Needs, reader: str) -> LayerView:
         """Return a view in which reading what `needs` does not declare raises, naming `reader`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from releases import installed
 
 from kvpolicy.store.layer import EvictingLayer
 from kvpolicy.testing.architectures.build import Case, cases
@@ -59,7 +60,11 @@ def test_one_wrong_slot_of_one_head_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "llava"])
 def test_common_kinds_are_correct(model_type: str) -> None:
     row = judged(next(case for case in cases() if case.model_type == model_type))
-    assert row.verdict == "correct", row.reason
+    if model_type == "qwen3_next" and not installed(">=5.6"):
+        assert row.verdict == "refused"
+        assert "a cache of its own" in row.reason
+    else:
+        assert row.verdict == "correct", row.reason
 
 
 def test_a_class_without_the_interface_is_refused() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.attend import attention, cut_mask
+from kvpolicy.attend.function import attention
+from kvpolicy.attend.masks import cut_mask
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.step import Step, mark, tag
 from kvpolicy.store import build

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from releases import installed
 from torch import Tensor
 from transformers import PreTrainedModel, TextIteratorStreamer
 from transformers.cache_utils import DynamicCache
@@ -151,7 +152,8 @@ def test_prefill_chunk_size_of_generate(model: PreTrainedModel, name: str, chunk
     assert [sum(row) for layer in kept for row in layer] == [48] * 6
     assert torch.equal(got, text[:, :1])
     if mode == "whole":
-        assert torch.equal(text, whole)
+        # 5.2 gives each chunk the positions of the last one, with a policy and without.
+        assert torch.equal(text, whole) == (chunk == 64 or not installed("==5.2.*"))
 
 
 def test_chunks_bound_what_is_held(model: PreTrainedModel) -> None:
@@ -233,7 +235,9 @@ def test_drafts_change_no_text(model: PreTrainedModel, name: str, drafts: str) -
     if drafts == "assistant":
         torch.manual_seed(1)
         other.lm_head.weight.data += 0.02 * torch.randn_like(other.lm_head.weight)
-    how = {"prompt_lookup_num_tokens": 4} if drafts == "prompt lookup" else {"assistant_model": other}
+    how: dict[str, Any] = {"prompt_lookup_num_tokens": 4} if drafts == "prompt lookup" else {"assistant_model": other}
+    # No token of the model's: without an end at all, prompt lookup raises before 5.13.
+    how["eos_token_id"] = model.config.vocab_size
     passes = []
     hook = model.model.register_forward_pre_hook(
         lambda _, __, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -255,6 +259,15 @@ def test_drafts_and_eviction_while_decoding_are_refused_at_once(model: PreTraine
     policy = load("snapkv", decode={"every": 8})
     with policy.on(model), pytest.raises(UnsupportedModelError, match="got prompt_lookup_num_tokens"):
         generate(model, repeated(4), prompt_lookup_num_tokens=4)
+
+
+def test_drafts_in_a_follow_up_turn_are_refused_at_once(model: PreTrainedModel) -> None:
+    """Stock transformers reads the whole prompt again, into a cache that has it already."""
+    cache, ids = DynamicCache(config=model.config), repeated(4)
+    with load("snapkv").on(model):
+        oracle.forward(model, ids[:, :40], cache, None)
+        with pytest.raises(UnsupportedModelError, match="seen 40 tokens"):
+            generate(model, ids, prompt_lookup_num_tokens=4, **{cache_name(model): cache})
 
 
 @pytest.mark.parametrize("setting", [{"assistant_early_exit": 1}, {"use_mtp": True}], ids=str)
@@ -287,7 +300,7 @@ def test_samples_of_one_prompt(model: PreTrainedModel) -> None:
     policy, ids = load("ecokv-ada-kv"), tokens(1, 64)
     with policy.on(model):
         torch.manual_seed(0)
-        got = generate(model, ids, do_sample=True, num_return_sequences=4)
+        got = generate(model, ids, do_sample=True, top_k=0, num_return_sequences=4)
     assert len({tuple(row.tolist()) for row in got}) == 4
     logits, _ = oracle.replay(model, policy, [ids.repeat(4, 1), *got.split(1, dim=1)], [Point(64)])
     torch.manual_seed(0)
@@ -338,3 +351,61 @@ def test_one_prompt_may_be_read_into_several_caches(model: PreTrainedModel) -> N
         assert all(isinstance(layer, EvictingLayer) and layer.kept == [[64, 64]] for layer in caches[0].layers)
     assert shown(caches[0]) == shown(caches[1])
     assert [sum(layer.kept[0]) for layer in caches[1].layers] == [48] * 3
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["snapkv-w8", "ada-kv"])
+def test_a_quantized_store_is_the_numbers_it_gives_back(
+    model: PreTrainedModel, name: str, side: str, bits: int
+) -> None:
+    """Eviction while decoding, beams' rows and a crop: all is as with a plain store of the dequantized numbers."""
+    ids, rest = tokens(2, 64), tokens(2, 30, 1)
+    mask = padded(2, 94) if side == "left" else None
+    kept, found, held = [], [], []
+    for store in ({"type": "quantized", "bits": bits, "group": 8, "residual": 8}, "plain"):
+        cache, logits = DynamicCache(config=model.config), []
+        with load(name, store=store).on(model) as session:
+            oracle.forward(model, ids, cache, None if mask is None else mask[:, :64])
+            held.append(session.report.bytes)
+            for at, layer in enumerate(cache.layers):
+                if store == "plain":
+                    layer.keys.copy_(kept[at][0])
+                    layer.values.copy_(kept[at][1])
+                else:
+                    kept.append((layer.keys, layer.values))
+            for at, step in enumerate(rest[:, :12].split(1, dim=1), start=65):
+                logits.append(oracle.forward(model, step, cache, None if mask is None else mask[:, :at]))
+            cache.crop(-2)
+            cache.reorder_cache(torch.tensor([1, 1]))
+            logits.append(oracle.forward(model, rest[:, :1], cache, None if mask is None else mask[[1, 1], :75]))
+        found.append(torch.cat(logits, dim=1))
+    assert held[0] < 0.7 * held[1]
+    torch.testing.assert_close(*found, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["snapkv-w8", "ada-kv"])
+def test_compiled_decoding_is_compiled_once(model: PreTrainedModel, name: str) -> None:
+    """Graphs end where a cache or our attention begins; none is made anew for a longer cache.
+
+    Until an eviction in decoding, heads may change from lengths of their own to one length: a few graphs more.
+    """
+    steps, graphs = tokens(1, 16, 1).split(1, dim=1), []
+
+    def decode(compiled: bool) -> Tensor:
+        cache, forward = DynamicCache(config=model.config), model.forward
+        with load(name, decode={"every": 5}).on(model), torch.no_grad():
+            oracle.forward(model, tokens(1, 64), cache, None)
+            call = torch.compile(forward, backend="eager") if compiled else forward
+            found = []
+            for step in steps:
+                found.append(call(step, **{cache_name(model): cache}).logits)
+                graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return torch.cat(found, dim=1)
+
+    want = decode(compiled=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs.clear()
+    torch.testing.assert_close(decode(compiled=True), want, **EXACT)
+    assert graphs[6] == graphs[-1] > 0, graphs

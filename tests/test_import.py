@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 
 import kvpolicy
+from kvpolicy.compat import require
+from kvpolicy.errors import UnsupportedVersionError
 
 PACKAGE = Path(kvpolicy.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 STAGES = {"capture", "scorers", "combiners", "budgets", "selectors", "store", "attend"}
-SHARED = {"types", "errors", "plugin", "hookspecs", "maths", "step", "window"}
+SHARED = {"compat", "types", "errors", "plugin", "hookspecs", "maths", "step", "vectors", "window"}
 LIBRARIES = {"torch", "einops", "pydantic", "annotated_types"}
-MAY_IMPORT_TRANSFORMERS = {"capture", "store", "attend", "session", "testing", "models"}
+MAY_IMPORT_TRANSFORMERS = {"capture", "store", "attend", "session", "testing", "models", "rotary", "compat"}
 
 
 def room(module: str) -> str:
@@ -46,7 +48,8 @@ def breaches(module: str, source: str) -> list[str]:
     here = room(module)
     found = []
     if here not in MAY_IMPORT_TRANSFORMERS:
-        found += [name for name in sorted(imported(source, to_run=True)) if name.split(".")[0] == "transformers"]
+        loading = ("transformers.", "kvpolicy.compat.")
+        found += [name for name in sorted(imported(source, to_run=True)) if f"{name}.".startswith(loading)]
     if here not in STAGES:
         return found
     for name in sorted(imported(source)):
@@ -75,6 +78,7 @@ def test_a_room_imports_only_what_it_may(module: str) -> None:
         ("scorers/new.py", "from kvpolicy import selectors", ["kvpolicy.selectors"]),
         ("scorers/new.py", "def f():\n    import kvpolicy.policy", ["kvpolicy.policy"]),
         ("scorers/new.py", "from transformers import Cache", ["transformers.Cache"]),
+        ("scorers/new.py", "from kvpolicy.compat import CACHE_NAMES", ["kvpolicy.compat.CACHE_NAMES"]),
         ("budgets/new.py", "import numpy", ["numpy"]),
         ("attend.py", "from kvpolicy.store.dense import DenseStore", ["kvpolicy.store.dense.DenseStore"]),
         ("store/new.py", "from kvpolicy.capture import layer_view", ["kvpolicy.capture.layer_view"]),
@@ -137,6 +141,35 @@ assert state() == before
 print("unchanged")
 """
     assert in_a_fresh_process(code) == "unchanged"
+
+
+@pytest.mark.parametrize("module", ["kvpolicy.session", "kvpolicy.session.context", "kvpolicy.models"])
+def test_too_old_a_transformers_is_named_before_anything_is_looked_up_in_it(module: str) -> None:
+    code = f"""
+import sys, types
+old = sys.modules["transformers"] = types.ModuleType("transformers")
+old.__version__ = "5.1.0"
+import kvpolicy
+policy = kvpolicy.load("snapkv")
+try:
+    import {module}
+except kvpolicy.KVPolicyError as error:
+    print(isinstance(error, ImportError), error)
+"""
+    assert in_a_fresh_process(code) == (
+        "True transformers: expected >=5.2, got 5.1.0. Run: pip install 'transformers>=5.2'"
+    )
+
+
+@pytest.mark.parametrize("installed", ["5.2.0", "5.24.0", "5.25.0.dev0", "6.0.0"])
+def test_the_oldest_release_and_every_newer_one_will_do(installed: str) -> None:
+    require(installed)
+
+
+@pytest.mark.parametrize("installed", ["4.57.0", "5.1.9", "5.2.0.dev0"])
+def test_older_releases_will_not(installed: str) -> None:
+    with pytest.raises(UnsupportedVersionError, match=f"got {installed}"):
+        require(installed)
 
 
 def test_every_public_name_is_there() -> None:

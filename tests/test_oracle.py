@@ -82,6 +82,15 @@ def test_shipped_policy_equals_oracle(name: str, store: str, side: str, dtype: t
     check(model, policy, prompt, pieces, mask)
 
 
+@pytest.mark.parametrize("store", ["dense", "ragged"])
+@pytest.mark.parametrize("name", ["snapkv", "ecokv-snapkv", "ecokv-pyramidkv", "key-diff"])
+def test_float16_equals_oracle(name: str, store: str) -> None:
+    policy = kvpolicy.load(name, budget={"tokens": BUDGET, "heads": HEADS[store]})
+    prompt, rest = tokens(2, PROMPT, 1), tokens(2, 12, 2)
+    pieces = [*rest[:, :8].split(1, dim=1), rest[:, 8:]]
+    check(tiny("llama-gqa", torch.float16), policy, prompt, pieces, padding("left"))
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("shape", ["llama-mha", "llama-mqa", "qwen3", "phi3", "gpt2"])
 @pytest.mark.parametrize("store", ["dense", "ragged"])
@@ -104,3 +113,29 @@ def test_right_padding_equals_the_row_alone() -> None:
     alone, _ = evicted(model, policy, prompt[:1, :60], list(rest[:1].split(1, dim=1)), None)
     assert cache.layers[0].kept[0] == [BUDGET + 5] * 2
     torch.testing.assert_close(got[0, PROMPT:], alone[0, 60:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FlexAttention's own, from transformers and torch
+@pytest.mark.parametrize("store", ["dense", "ragged"])
+def test_flex_attention_equals_sdpa(store: str) -> None:
+    """Prompt, tokens, a turn of several, drafts in one pass with the prompt; a row with padding.
+
+    Not compiled: on a CPU that takes a minute a shape, where it does not fail in torch's own C++.
+    """
+    policy = kvpolicy.load("snapkv", budget={"tokens": BUDGET, "heads": HEADS[store]})
+    prompt, rest, mask = tokens(2, PROMPT, 1), tokens(2, 5, 2), padding("left")
+    pieces = [*rest[:, :2].split(1, dim=1), rest[:, 2:]]
+    texts, found = [], []
+    for attention in ("sdpa", "flex_attention"):
+        model = tiny("llama-gqa", attn_implementation=attention)
+        with torch.compiler.set_stance("force_eager"):
+            found.append(evicted(model, policy, prompt, pieces, mask)[0])
+        with policy.on(model), torch.compiler.set_stance("force_eager"):
+            ids = prompt[1:, :24].repeat(1, 3)
+            # No token of the model's: without an end at all, prompt lookup raises before transformers 5.13.
+            end = model.config.vocab_size
+            how = {"do_sample": False, "eos_token_id": end, "pad_token_id": 0, "prompt_lookup_num_tokens": 3}
+            texts.append(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, **how))
+    real = torch.cat([mask.bool(), torch.ones_like(rest, dtype=torch.bool)], dim=1)
+    torch.testing.assert_close(found[1][real], found[0][real], rtol=1e-4, atol=1e-4)
+    assert torch.equal(*texts)

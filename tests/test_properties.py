@@ -16,6 +16,7 @@ from kvpolicy import functional
 from kvpolicy.budgets.adaptive import AdaptiveHeads
 from kvpolicy.budgets.pyramid import PyramidLayers
 from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
+from kvpolicy.combiners.by_modality import ByModality
 from kvpolicy.combiners.fixed import Fixed
 from kvpolicy.combiners.redundancy_adaptive import RedundancyAdaptive
 from kvpolicy.errors import ViewError
@@ -29,6 +30,7 @@ from kvpolicy.scorers.random import Random
 from kvpolicy.scorers.recency import Recency
 from kvpolicy.scorers.snapkv import SnapKV
 from kvpolicy.scorers.value_norm import ValueNorm
+from kvpolicy.selectors.by_modality import ByModality as Shared
 from kvpolicy.selectors.top_k import TopK
 from kvpolicy.types import LayerView
 
@@ -46,6 +48,15 @@ SCORES = [
     Fixed(inputs=[KeyNorm(), ValueNorm()], normalize="rank"),
     RedundancyAdaptive(importance=SnapKV(window=4), diversity=DIVERSITY),
 ]
+MODAL = [
+    ByModality(inside=KeyNorm(), outside=Recency()),
+    ByModality(
+        of=["image"],
+        inside=RedundancyAdaptive(importance=SnapKV(window=4, kernel=1), diversity=DIVERSITY),
+        outside=SnapKV(window=4),
+    ),
+]
+"""Those that read what slots hold, which `functional` is not told."""
 PLACELESS = [
     DIVERSITY,
     KeyDiff(),
@@ -53,6 +64,7 @@ PLACELESS = [
     ValueNorm(),
     Fixed(inputs=[KeyNorm(), ValueNorm()], normalize="rank"),
     RedundancyAdaptive(importance=ValueNorm(), diversity=DIVERSITY),
+    ByModality(inside=DIVERSITY, outside=KeyDiff()),
 ]
 """To these, it makes no difference where a slot stands."""
 SHIPPED = [entry.name for entry in registry().entries("policy") if entry.origin.startswith("kvpolicy ")]
@@ -69,8 +81,17 @@ def policies(draw: st.DrawFn) -> Policy:
         layers=draw(st.sampled_from([UniformLayers(), PyramidLayers(), PyramidLayers(beta=3)])),
         heads=draw(st.sampled_from([UniformHeads(), AdaptiveHeads(), AdaptiveHeads(floor=0.5)])),
     )
-    score = draw(st.sampled_from(SCORES))
-    return Policy(name="drawn", score=score, budget=budget, select=TopK(sinks=sinks, recent=recent))
+    select = draw(
+        st.sampled_from(
+            [
+                TopK(sinks=sinks, recent=recent),
+                Shared(sinks=sinks, recent=recent, shares={"image": 0.3, "text": 0.7}),
+                Shared(sinks=sinks, recent=recent, shares={"video": 0.5, "audio": 0.5}, protected=["text"]),
+            ]
+        )
+    )
+    score = draw(st.sampled_from([*SCORES, *MODAL]))
+    return Policy(name="drawn", score=score, budget=budget, select=select)
 
 
 @st.composite
@@ -120,6 +141,8 @@ def alone(view: LayerView, row: int) -> LayerView:
         values=view.values[row : row + 1, :, first:end],
         queries=view.queries[row : row + 1, :, exist],
         query_positions=view.query_positions[row : row + 1, exist] - first,
+        pre_rope_keys=view.pre_rope_keys[row : row + 1, :, first:end],
+        modality=view.modality[row : row + 1, :, first:end],
     )
 
 
@@ -145,6 +168,7 @@ def test_permuting_tokens_permutes_scores(score: Any, seed: int) -> None:
         values=view.values[:, :, order],
         valid=view.valid[..., order],
         candidates=view.candidates[..., order],
+        modality=view.modality[..., order],
     )
     policy = Policy(name="test", score=score, budget=Budget(keep=1.0))
     got, want = policy.scores(moved)[0], policy.scores(view)[0][..., order]
@@ -152,7 +176,7 @@ def test_permuting_tokens_permutes_scores(score: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [UniformHeads(), AdaptiveHeads()], ids=lambda one: one.name)
-@pytest.mark.parametrize("score", SCORES, ids=repr)
+@pytest.mark.parametrize("score", [*SCORES, *MODAL], ids=repr)
 @pytest.mark.parametrize("fill", [0.0, 1.0, -6e4])
 def test_constant_tensors_keep_the_budget(score: Any, heads: Any, fill: float) -> None:
     policy = Policy(name="test", score=score, budget=Budget(tokens=9, heads=heads), select=TopK(sinks=1, recent=2))
@@ -209,8 +233,9 @@ def test_shipped_policies_do_not_care_for_padding_and_batch_mates(name: str) -> 
 
 def test_the_shipped_policies_are_these() -> None:
     laid = [f"{ours}-{base}" for ours in ("ecokv", "ecokv-values") for base in ("snapkv", "ada-kv", "pyramidkv")]
+    ours = ["ecokv", "ecokv-values", "ecokv-pre-rope"]
     plain = ["full", "random", "streaming-llm", "key-norm", "key-diff", "snapkv", "snapkv-w8", "ada-kv", "pyramidkv"]
-    assert sorted(SHIPPED) == sorted([*plain, "mixkv-snapkv", "mixkv-ada-kv", "ecokv", "ecokv-values", *laid])
+    assert sorted(SHIPPED) == sorted([*plain, "mixkv-snapkv", "mixkv-ada-kv", *ours, *laid])
     for name in SHIPPED:
         policy = kvpolicy.load(name)
         assert policy.name == name and policy.description and "\n" not in policy.description

@@ -10,6 +10,7 @@ import kvpolicy
 from kvpolicy.eval.drift import compare, evicted_logits
 from kvpolicy.testing import oracle
 from kvpolicy.texts import contexts
+from kvpolicy.types import Needs
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -29,7 +30,7 @@ def test_ecokv_drifts_less_than_snapkv_and_mixkv(
     found: list[list[float]] = []
     for text in contexts(tokenizer, tokens=CONTEXT + AHEAD, count=TEXTS):
         ids, ahead = torch.tensor([text]).split([CONTEXT, AHEAD], dim=1)
-        views = oracle.views(model, ids, None, window=32)
+        views = oracle.views(model, ids, None, Needs(queries=32))
         plans = [policy.plan(views) for policy in policies]
         full, *evicted = oracle.continuations(model, ids, ahead, [None, *plans])
         if not found:

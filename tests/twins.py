@@ -222,3 +222,26 @@ def top_k(view: LayerView, scores: Tensor, lengths: Tensor) -> list[list[list[in
         ranked = sorted(slots(view.candidates[b, h]), key=lambda t: (-float(scores[b, h, t]), t))
         chosen[b].append(sorted((protected + ranked)[: int(lengths[b, h])]))
     return chosen
+
+
+def by_modality(view: LayerView, scores: Tensor, lengths: Tensor, shares: dict[int, Fraction]) -> list[list[list[int]]]:
+    """Slot by slot: protected ones, then the best of each modality's share, then the best of the rest."""
+    chosen: list[list[list[int]]] = [[] for _ in range(view.valid.shape[0])]
+    for b, h in heads(view):
+        length = int(lengths[b, h])
+        kinds = view.modality[b, h].tolist()
+        protected = slots(view.valid[b, h] & ~view.candidates[b, h])
+        ranked = sorted(slots(view.candidates[b, h]), key=lambda t: (-float(scores[b, h, t]), t))
+        due = {kind: int(share * length) for kind, share in shares.items()}
+        while shares and sum(due.values()) < length:
+            # The one that is furthest below its share; of several, the first.
+            behind = max(due, key=lambda kind: shares[kind] * length - due[kind])
+            due[behind] += 1
+        first = []
+        for kind in due:
+            taken = sum(kinds[t] == kind for t in protected)
+            first += [t for t in ranked if kinds[t] == kind][: max(due[kind] - taken, 0)]
+        first.sort(key=ranked.index)
+        rest = [t for t in ranked if t not in first]
+        chosen[b].append(sorted((protected + first + rest)[:length]))
+    return chosen

@@ -26,7 +26,8 @@ def make_view(
 ) -> LayerView:
     """Return a view whose invalid slots hold nan, so that whoever reads them shows it.
 
-    `heads` are Hq and Hkv, `sizes` Dk and Dv; `padding` is "none", "left", "right" or "ragged" (heads differ).
+    `heads` are Hq and Hkv, `sizes` Dk and Dv; `padding` is "none", "left", "right" or "ragged" (heads differ). Each row
+    has text, images and video in an order of its own.
     """
     random = torch.Generator().manual_seed(seed)
     valid = torch.ones(batch, heads[1], slots, dtype=torch.bool)
@@ -43,6 +44,8 @@ def make_view(
     keys = torch.randn(batch, heads[1], slots, sizes[0], generator=random) + torch.randn(sizes[0], generator=random) / 2
     values = torch.randn(batch, heads[1], slots, sizes[1], generator=random)
     queries = torch.randn(batch, heads[0], window, sizes[0], generator=random) * 2
+    before = torch.randn(keys.shape, generator=random) + torch.randn(sizes[0], generator=random)
+    kinds = torch.randint(0, 3, (batch, 1, slots), generator=random, dtype=torch.int8).expand(-1, heads[1], -1)
     query_positions = torch.full((batch, window), -1)
     candidates = valid.clone()
     for row in range(batch):
@@ -60,6 +63,8 @@ def make_view(
         query_positions=query_positions,
         candidates=candidates,
         seen=valid.any(1).sum(-1),
+        pre_rope_keys=before.masked_fill(~valid[..., None], torch.nan),
+        modality=kinds.masked_fill(~valid, 3),
     )
 
 

@@ -41,6 +41,7 @@ class UniformHeads:
     stage = "heads"
     source = "kvpolicy"
     formula = "K_h = min(K, T_h)"
+    across_heads = False
 
     def __call__(self, view: LayerView, scores: Tensor, tokens: Tensor) -> Tensor:
         """Return int64 ``[B, Hkv]``."""

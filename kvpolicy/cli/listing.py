@@ -20,6 +20,7 @@ class Kind(StrEnum):
     COMBINERS = "combiners"
     BUDGETS = "budgets"
     SELECTORS = "selectors"
+    STORES = "stores"
     POLICIES = "policies"
 
 
@@ -28,6 +29,7 @@ KINDS = {
     Kind.COMBINERS: ("combiner",),
     Kind.BUDGETS: ("layers", "heads"),
     Kind.SELECTORS: ("selector",),
+    Kind.STORES: ("store",),
     Kind.POLICIES: ("policy",),
 }
 TITLES = {
@@ -36,6 +38,7 @@ TITLES = {
     "layers": "layer budgets",
     "heads": "head budgets",
     "selector": "selectors",
+    "store": "stores",
     "policy": "policies",
 }
 

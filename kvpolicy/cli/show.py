@@ -49,6 +49,13 @@ def _policy(policy: Policy) -> Tree:
     _add(branch, "layers", budget.layers)
     _add(branch, "heads", budget.heads)
     _add(tree, "select", policy.select)
+    # What most policies leave as it is, only where it is not.
+    if policy.prefill != "whole":
+        tree.add(Text(f"prefill: {policy.prefill}"))
+    if policy.decode is not None:
+        tree.add(Text(f"decode: every {policy.decode.every} tokens  grace={policy.decode.grace}"))
+    if policy.store.name != "plain":
+        _add(tree, "store", policy.store)
     return tree
 
 

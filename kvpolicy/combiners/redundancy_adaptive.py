@@ -11,6 +11,7 @@ from kvpolicy.hookspecs import hookimpl
 from kvpolicy.maths import cosine_redundancy, euclidean_redundancy, from_zero, match_mean, min_max
 from kvpolicy.plugin import Score, settings
 from kvpolicy.types import LayerView, Needs
+from kvpolicy.vectors import On, Space, check, needs, vectors
 
 
 @settings
@@ -28,7 +29,8 @@ class RedundancyAdaptive:
         diversity: the score that says how unlike the others it is.
         redundancy: how redundancy is measured: "cosine", "euclidean" or "both" (see `kvpolicy.maths`).
         join: how the two measures of "both" become one: "mean", "max", "min" or "product".
-        on: what redundancy is measured on, "keys" (after RoPE, as stored) or "values".
+        on: what redundancy is measured on, "keys" or "values".
+        space: keys after RoPE, as stored ("post-rope"), or before it ("pre-rope"), where they are more alike.
 
     Two equal keys: redundancy 1, so diversity decides, scaled to the mean importance of 2. Orthogonal keys:
     redundancy 0, so importance does.
@@ -52,12 +54,16 @@ class RedundancyAdaptive:
     diversity: Score
     redundancy: Literal["cosine", "euclidean", "both"] = "both"
     join: Literal["mean", "max", "min", "product"] = "mean"
-    on: Literal["keys", "values"] = "keys"
+    on: On = "keys"
+    space: Space = "post-rope"
+
+    def __post_init__(self) -> None:
+        check(self.name, self.on, self.space)
 
     @property
     def needs(self) -> Needs:
-        """The keys or the values."""
-        return Needs(keys=self.on == "keys", values=self.on == "values")
+        """The keys, after or before RoPE, or the values."""
+        return needs(self.on, self.space)
 
     def __call__(self, view: LayerView, *, importance: Tensor, diversity: Tensor) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, higher means keep, in the unit of the importance.
@@ -74,12 +80,14 @@ class RedundancyAdaptive:
 
     def measure(self, view: LayerView) -> Tensor:
         """Return the redundancy of each head, float32 ``[B, Hkv]`` in [0, 1]."""
-        vectors = view.keys if self.on == "keys" else view.values
+        measured = vectors(view, self.on, self.space)
         if self.redundancy == "cosine":
-            return cosine_redundancy(vectors, view.candidates)
+            return cosine_redundancy(measured, view.candidates)
         if self.redundancy == "euclidean":
-            return euclidean_redundancy(vectors, view.candidates)
-        cosine, euclidean = (measure(vectors, view.candidates) for measure in (cosine_redundancy, euclidean_redundancy))
+            return euclidean_redundancy(measured, view.candidates)
+        cosine, euclidean = (
+            measure(measured, view.candidates) for measure in (cosine_redundancy, euclidean_redundancy)
+        )
         if self.join == "mean":
             return (cosine + euclidean) / 2
         return {"max": torch.maximum, "min": torch.minimum, "product": torch.mul}[self.join](cosine, euclidean)

@@ -29,6 +29,7 @@ def build(whole: Item) -> Policy:
         "budget": _budget,
         "select": partial(_plugin, "selector"),
         "decode": _decode,
+        "store": partial(_plugin, "store"),
     }
     return _make(Policy, whole, (), builders)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -27,6 +28,7 @@ def dump(policy: Policy) -> dict[str, Any]:
         "select": dump_plugin(policy.select),
         "prefill": policy.prefill,
         "decode": None if policy.decode is None else dataclasses.asdict(policy.decode),
+        "store": _short(policy.store),
     }
 
 
@@ -43,7 +45,7 @@ def dump_plugin(plugin: Any) -> dict[str, Any]:
         value = getattr(plugin, field.name)
         if field.name in below:
             value = [dump_plugin(part) for part in value] if isinstance(value, tuple) else dump_plugin(value)
-        values[field.name] = list(value) if isinstance(value, tuple) else value
+        values[field.name] = list(value) if isinstance(value, tuple) else copy.copy(value)
     return values
 
 
@@ -67,6 +69,7 @@ def to_yaml(policy: Policy) -> str:
       recent: 8
     prefill: whole
     decode: null
+    store: plain
     """
     return to_text(dump(policy))
 

@@ -12,10 +12,14 @@ from kvpolicy.errors import PolicyError, PolicyFileError, nearest
 from kvpolicy.plugin import child_fields, role_of
 from kvpolicy.registry import INHERITED, registry
 
-KEYS = ("name", "description", "extends", "score", "budget", "select", "prefill", "decode")
+KEYS = ("name", "description", "extends", "score", "budget", "select", "prefill", "decode", "store")
 """What a policy file may say at its top."""
 
-DEFAULTS = {"budget": {"layers": "uniform", "heads": "uniform"}, "select": {"type": "top-k"}}
+DEFAULTS = {
+    "budget": {"layers": "uniform", "heads": "uniform"},
+    "select": {"type": "top-k"},
+    "store": {"type": "plain"},
+}
 """What every policy is laid over."""
 
 

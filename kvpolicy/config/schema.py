@@ -18,7 +18,13 @@ from kvpolicy.plugin import child_fields
 from kvpolicy.policy import Budget, Decode, Policy
 from kvpolicy.registry import INHERITED, WHAT, Entry, registry
 
-PLACES = {"score": ("scorer", "combiner"), "layers": ("layers",), "heads": ("heads",), "selector": ("selector",)}
+PLACES = {
+    "score": ("scorer", "combiner"),
+    "layers": ("layers",),
+    "heads": ("heads",),
+    "selector": ("selector",),
+    "store": ("store",),
+}
 """The kinds that may stand in each place of a policy file."""
 
 
@@ -29,7 +35,7 @@ def schema() -> dict[str, Any]:
         PluginError: when a plugin has a setting that no policy file could give.
 
     >>> sorted(schema()["properties"])
-    ['budget', 'decode', 'description', 'extends', 'name', 'prefill', 'score', 'select']
+    ['budget', 'decode', 'description', 'extends', 'name', 'prefill', 'score', 'select', 'store']
     """
     definitions: dict[str, Any] = {"budget": _budget()}
     for place, kinds in PLACES.items():
@@ -51,6 +57,7 @@ def schema() -> dict[str, Any]:
             "score": {"$ref": "#/$defs/score", "description": about["score"]},
             "budget": {"$ref": "#/$defs/budget", "description": about["budget"]},
             "select": {"$ref": "#/$defs/selector", "description": about["select"]},
+            "store": {"$ref": "#/$defs/store", "description": about["store"]},
             "prefill": _setting("kvpolicy", Policy, "prefill"),
             "decode": {"anyOf": [_decode(), {"type": "null"}], "description": about["decode"]},
         },

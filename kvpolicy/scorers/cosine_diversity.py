@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.maths import centroid_cosine
 from kvpolicy.plugin import settings
 from kvpolicy.types import LayerView, Needs
+from kvpolicy.vectors import On, Space, check, needs, vectors
 
 
 @settings
@@ -19,7 +18,8 @@ class CosineDiversity:
     Length plays no part. The cosine with a zero vector is 0.
 
     Args:
-        on: what is compared, "keys" (after RoPE, as stored) or "values".
+        on: what is compared, "keys" or "values".
+        space: keys after RoPE, as stored ("post-rope"), or before it ("pre-rope"): their positions left out.
 
     Directions (1, 0), (1, 0), (0, 1): their mean points to (2, 1)/sqrt(5), and the odd one out scores
     highest.
@@ -34,16 +34,20 @@ class CosineDiversity:
     role = "diversity"
     source = "MixKV, arXiv 2510.20707; one of the two diversities of ECOKV, arXiv 2609.06663"
     formula = "-cos(k_i, mean_j k_j/|k_j|), j over the candidates"
-    on: Literal["keys", "values"] = "keys"
+    on: On = "keys"
+    space: Space = "post-rope"
+
+    def __post_init__(self) -> None:
+        check(self.name, self.on, self.space)
 
     @property
     def needs(self) -> Needs:
-        """The keys or the values."""
-        return Needs(keys=self.on == "keys", values=self.on == "values")
+        """The keys, after or before RoPE, or the values."""
+        return needs(self.on, self.space)
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, in [-1, 1], higher means more unlike the others."""
-        return -centroid_cosine(view.keys if self.on == "keys" else view.values, view.candidates)
+        return -centroid_cosine(vectors(view, self.on, self.space), view.candidates)
 
 
 @hookimpl

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.maths import centroid_distance
 from kvpolicy.plugin import settings
 from kvpolicy.types import LayerView, Needs
+from kvpolicy.vectors import On, Space, check, needs, vectors
 
 
 @settings
@@ -17,7 +16,8 @@ class EuclideanDiversity:
     """How far a slot's key is from the mean key of the head's candidates: direction and length both count.
 
     Args:
-        on: what is compared, "keys" (after RoPE, as stored) or "values".
+        on: what is compared, "keys" or "values".
+        space: keys after RoPE, as stored ("post-rope"), or before it ("pre-rope"): their positions left out.
 
     The mean of (0, 0), (0, 3), (0, 6) is (0, 3).
 
@@ -31,16 +31,20 @@ class EuclideanDiversity:
     role = "diversity"
     source = "ManifoldKV, arXiv 2602.08343; one of the two diversities of ECOKV, arXiv 2609.06663"
     formula = "|k_i - mean_j k_j|, j over the candidates"
-    on: Literal["keys", "values"] = "keys"
+    on: On = "keys"
+    space: Space = "post-rope"
+
+    def __post_init__(self) -> None:
+        check(self.name, self.on, self.space)
 
     @property
     def needs(self) -> Needs:
-        """The keys or the values."""
-        return Needs(keys=self.on == "keys", values=self.on == "values")
+        """The keys, after or before RoPE, or the values."""
+        return needs(self.on, self.space)
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, 0 or more, in the unit of what is compared, higher means farther."""
-        return centroid_distance(view.keys if self.on == "keys" else view.values, view.candidates)
+        return centroid_distance(vectors(view, self.on, self.space), view.candidates)
 
 
 @hookimpl

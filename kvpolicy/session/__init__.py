@@ -6,6 +6,9 @@ calls back once a layer has attended, and the slots that the policy does not kee
 
 from __future__ import annotations
 
+import kvpolicy.compat  # noqa: F401  (first: it says so where transformers is too old for the rest)
+
+# isort: split
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +24,12 @@ from kvpolicy import attend
 from kvpolicy.errors import InactiveSessionError, PolicyError, UnsupportedModelError
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report
+from kvpolicy.rotary import RotaryRecorder
 from kvpolicy.session.decoder import arguments, cache_in, cache_name, find_decoders, uses_cache
-from kvpolicy.session.layers import prepare, take_over, why_not
+from kvpolicy.session.facts import BeforeRope
+from kvpolicy.session.layers import evictable_layers, evicting_layers, prepare, take_over, why_not
+from kvpolicy.session.modality import ModalityWatch
+from kvpolicy.session.parallel import head_group
 from kvpolicy.session.run import CacheRun, run_of
 from kvpolicy.session.watch import Watch
 from kvpolicy.session.when import Prompt
@@ -48,7 +55,10 @@ class Session:
         self.report = Report(policy.name)
         self._inactive = inactive
         self._decoders = find_decoders(model)
+        self.peers = head_group(self._decoders[0])
         self._watch = Watch(model, policy, self._swap)
+        self._modality = ModalityWatch(model) if policy.needs.modality else None
+        self._before_rope: dict[int, BeforeRope] = {}
         self._prompt = Prompt()
         self._read: dict[int, tuple[CacheRun, DynamicCache]] = {}
         self._entered = 0
@@ -111,6 +121,9 @@ class Session:
             self._detach()
 
     def _attach(self) -> None:
+        if self.policy.needs.pre_rope and not self._before_rope:
+            for decoder in self._decoders:
+                self._before_rope[id(decoder)] = BeforeRope(decoder, evictable_layers(decoder.config))
         switched: list[Any] = []
         try:
             for decoder in self._decoders:
@@ -125,15 +138,23 @@ class Session:
             before = decoder.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             after = decoder.register_forward_hook(self._after, with_kwargs=True)
             self._hooks += [before, after]
+        for listener in self._listeners():
+            listener.attach()
         self._watch.begin()
 
     def _detach(self) -> None:
         self._watch.lift()
+        for listener in self._listeners():
+            listener.detach()
         forget()
         while self._hooks:
             self._hooks.pop().remove()
         for decoder in self._decoders:
             attend.restore(decoder.config)
+
+    def _listeners(self) -> list[ModalityWatch | RotaryRecorder]:
+        recorders = (before.recorder for before in self._before_rope.values())
+        return [*recorders] if self._modality is None else [self._modality, *recorders]
 
     def _before(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments(decoder, args, kwargs)
@@ -146,7 +167,8 @@ class Session:
             args, kwargs = (), {**given, cache_name(decoder): cache}
         run = self._run_of(cache, decoder)
         if run is not None:
-            run.begin(cache, given.get("attention_mask"), self._prompt)
+            modality = None if self._modality is None else self._modality.of_pass(given)
+            run.begin(cache, given.get("attention_mask"), self._prompt, modality)
             if self._prompt.unfinished:
                 self._read[id(cache)] = run, cache
         return args, kwargs
@@ -169,11 +191,23 @@ class Session:
         if not evictable:
             self.cannot_act("it has no full-attention layer to evict from")
             return None
-        run = CacheRun(self.policy, evictable, self)
+        run = CacheRun(self.policy, evictable, self, self._before_rope.get(id(decoder)))
         take_over(cache, evictable, run)
         self.report = run.report
         run.report.left_alone = [index for index in range(len(cache.layers)) if index not in evictable]
         return run
+
+    def adopt(self, cache: DynamicCache) -> None:
+        """Take over an evicted cache of the same policy and model; no token read from now on belongs to a prompt.
+
+        The session has to be entered, and the model to have one decoder.
+        """
+        run = run_of(cache)
+        if run is None:
+            raise InactiveSessionError("adopt: expected a cache that a session has evicted from")
+        seen = max(layer.seen for layer in evicting_layers(cache))
+        run.move(self, self._before_rope.get(id(self._decoders[0])), seen)
+        self.report = run.report
 
     def cannot_act(self, reason: str) -> None:
         """Raise or warn that a policy which would evict could not; return None."""

@@ -9,10 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
+from kvpolicy.compat import CACHE_NAMES
 from kvpolicy.errors import UnsupportedModelError
-
-CACHE_NAMES = ("cache", "past_key_values")
-"""What a decoder's forward calls its cache, newest transformers first."""
 
 
 def find_decoders(model: nn.Module) -> list[PreTrainedModel]:

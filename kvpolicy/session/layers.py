@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from kvpolicy.compat import HybridLayer, has_own_index
 from kvpolicy.store.layer import EvictingLayer, Owner
-
-# Releases before 5.6 have no such layer.
-_HYBRID: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 
 
 def why_not(cache: Any) -> str:
@@ -25,6 +22,11 @@ def why_not(cache: Any) -> str:
     return ""
 
 
+def evictable_layers(config: Any) -> list[int]:
+    """Return the indices of the layers that can evict in a cache of a decoder with this config."""
+    return prepare(DynamicCache(config=config), config)
+
+
 def prepare(cache: Cache, config: Any) -> list[int]:
     """Return the indices of the layers of an empty cache that can evict, after giving it the layers of `config`.
 
@@ -36,11 +38,10 @@ def prepare(cache: Cache, config: Any) -> list[int]:
         # Without a config the cache would make plain layers one by one; the decoder's config knows their kinds.
         cache.layers = DynamicCache(config=config).layers
         cache.layer_class_to_replicate = None
-    if getattr(config, "index_topk", None):
-        # Some releases give plain layers to models that look slots up by an index of their own.
+    if has_own_index(config):
         return []
     crossing = getattr(config, "cross_attention_layers", None) or ()
-    kinds = (DynamicLayer, _HYBRID)
+    kinds = (DynamicLayer, HybridLayer)
     return [index for index, layer in enumerate(cache.layers) if type(layer) in kinds and index not in crossing]
 
 

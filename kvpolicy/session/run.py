@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvpolicy.capture import layer_view, visible_columns
-from kvpolicy.errors import InactiveSessionError, UnsupportedModelError
+from kvpolicy.capture import at_slots, layer_view
+from kvpolicy.errors import ContextError, InactiveSessionError, UnsupportedModelError
 from kvpolicy.policy import Policy
 from kvpolicy.report import LayerRecord, Report
+from kvpolicy.session.facts import BeforeRope, Facts
 from kvpolicy.session.layers import evicting_layers
+from kvpolicy.session.parallel import HeadGroup
+from kvpolicy.session.passes import Pass, record
 from kvpolicy.session.when import Prompt, eviction_point, reads, unread
 from kvpolicy.step import Attended, forget
 from kvpolicy.store.layer import EvictingLayer
+from kvpolicy.store.state import State
 from kvpolicy.types import LayerView
 from kvpolicy.window import extend
 
@@ -27,6 +31,10 @@ class RunOwner(Protocol):
     @property
     def active(self) -> bool:
         """Whether it is entered."""
+
+    @property
+    def peers(self) -> HeadGroup | None:
+        """The ranks that may hold other heads of the model, or None."""
 
     def cannot_act(self, reason: str) -> None:
         """Raise or warn that the policy could not act."""
@@ -41,22 +49,32 @@ class CacheRun:
         policy: what decides.
         evictable: the indices of the layers it owns.
         owner: the session it belongs to.
+        before_rope: takes keys back to before RoPE, where the policy needs it.
     """
 
-    def __init__(self, policy: Policy, evictable: list[int], owner: RunOwner) -> None:
+    def __init__(
+        self, policy: Policy, evictable: list[int], owner: RunOwner, before_rope: BeforeRope | None = None
+    ) -> None:
         self.policy = policy
+        self._before_rope = before_rope
+        self._facts = Facts()
         self.owner = owner
-        self.report = Report(policy.name, {index: LayerRecord(index) for index in evictable})
+        self.report = Report(policy.name, {index: LayerRecord(index) for index in evictable}, peers=owner.peers)
         self.plain = True
         self._depth = {index: depth for depth, index in enumerate(evictable)}
-        self._pass: _Pass | None = None
-        self._read: _Pass | None = None
+        self._pass: Pass | None = None
+        self._read: Pass | None = None
+        # Tokens seen when the prompt was settled for good: what follows decodes, in passes of any length.
+        self._ended: int | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> CacheRun:
         # A copied cache has tensors of its own, and the same session.
-        copied = CacheRun(self.policy, list(self._depth), self.owner)
+        copied = CacheRun(self.policy, list(self._depth), self.owner, self._before_rope)
+        copied._facts = self._facts
         copied.report.left_alone = self.report.left_alone
         copied.report.layers = dict(self.report.layers)
+        copied.report.query_aware = self.report.query_aware
+        copied._ended = self._ended
         memo[id(self)] = copied
         return copied
 
@@ -71,15 +89,52 @@ class CacheRun:
                 "use it inside its `with policy.on(model):` block"
             )
 
-    def begin(self, cache: Cache, mask: Any, prompt: Prompt) -> None:
-        """Start a forward pass of `cache` with the model's attention mask, over a part of `prompt`."""
+    def move(self, owner: RunOwner, before_rope: BeforeRope | None, ended: int) -> None:
+        """Belong to another session; the prompt has ended after `ended` tokens, and what follows decodes."""
+        self.owner, self._ended = owner, ended
+        # Only an eviction asks.
+        self._before_rope = None if self.policy.decode is None else before_rope
+
+    def state(self) -> State:
+        """Return what later evictions need to know of the tokens seen.
+
+        Raises:
+            ContextError: when a file cannot hold it.
+        """
+        if self.policy.decode is None or self.policy.trivial:
+            return State({}, {})
+        if self.policy.needs.pre_rope:
+            raise ContextError(
+                f"policy '{self.policy.name}' evicts while decoding, by keys before RoPE: expected a policy without "
+                "`decode` or without `space: pre-rope`, as a file cannot hold how the keys were rotated"
+            )
+        modality = self._facts.modality
+        return State({} if modality is None else {"modality": modality}, {})
+
+    def restore(self, state: State, cache: Cache) -> None:
+        """Take what the run of another cache knew, and record what `cache` holds."""
+        self._facts = Facts(modality=state.tensors.get("modality"))
+        self.report.layers = {layer.index: record(layer) for layer in evicting_layers(cache)}
+
+    def begin(self, cache: Cache, mask: Any, prompt: Prompt, modality: Tensor | None) -> None:
+        """Start a forward pass of `cache`.
+
+        Args:
+            cache: the one this run belongs to.
+            mask: the model's attention mask.
+            prompt: what is known of the prompt that the pass is a part of.
+            modality: int8 ``[B, q]``, what each token of the pass is, where the policy needs it.
+        """
         layers = evicting_layers(cache)
         half = self._pass is not None and (self._pass.pending or self._pass.reached)
         if half or len({layer.seen for layer in layers if layer.seen}) > 1:
             raise InactiveSessionError(
                 "this cache was left half-written by a forward pass that failed: start again with an empty one"
             )
-        self._pass = _Pass(mask, prompt)
+        self._pass = Pass(mask, prompt if self._ended is None else Prompt(end=self._ended))
+        self._facts = self._facts.extended(modality)
+        if self._before_rope is not None:
+            self._before_rope.recorder.begin(self._facts.rotary)
         # Only a CPU asks: reading a mask on another device would wait for it.
         self.plain = mask is None or (
             isinstance(mask, Tensor)
@@ -92,6 +147,8 @@ class CacheRun:
         """End a forward pass: check that the policy reached every layer that has cached something."""
         ended, self._pass = self._pass, None
         forget()
+        if self._before_rope is not None:
+            self._facts = replace(self._facts, rotary=self._before_rope.recorder.end())
         if ended is None:
             return
         self._read = ended if ended.prompt.unfinished else None
@@ -145,7 +202,7 @@ class CacheRun:
                 self._record_queries(layer, attended.query, now)
                 if now.point is not None:
                     self._evict(layer, now, now.point, attended.derived)
-        self.report.layers[layer.index] = _record(layer)
+        self.report.layers[layer.index] = record(layer)
         return now.kept.get(layer.index)
 
     def settle(self, cache: Cache) -> None:
@@ -167,9 +224,9 @@ class CacheRun:
             if layer.seen:
                 with torch.inference_mode(False), torch.no_grad():
                     self._evict(layer, read, layer.seen, None)
-                self.report.layers[layer.index] = _record(layer)
+                self.report.layers[layer.index] = record(layer)
 
-    def _record_queries(self, layer: EvictingLayer, query: Tensor, now: _Pass) -> None:
+    def _record_queries(self, layer: EvictingLayer, query: Tensor, now: Pass) -> None:
         size = self.policy.needs.queries
         unread_after = unread(now.prompt, layer.seen)
         if not size or (now.point is None and not unread_after and self.policy.decode is None):
@@ -179,7 +236,7 @@ class CacheRun:
             start = layer.seen - (now.new or 0)
             layer.window = extend(layer.window, query, visible, start, size)
 
-    def _evict(self, layer: EvictingLayer, now: _Pass, point: int, derived: tuple[Tensor, Tensor] | None) -> None:
+    def _evict(self, layer: EvictingLayer, now: Pass, point: int, derived: tuple[Tensor, Tensor] | None) -> None:
         policy, time = self.policy, self.report.stopwatch.time
         tail = layer.seen - point
         stored = layer.padded()
@@ -192,16 +249,18 @@ class CacheRun:
             grace = policy.decode.grace if policy.decode is not None and now.decoding else 0
             view = policy.protect(view, tokens, grace=grace)
         with time("score", device):
-            scores, importance = policy.scores(view)
+            peers = self.owner.peers if policy.across_heads or view.shared else None
+            peers = None if peers is None else peers.of(view)
+            scores, importance = policy.scores(view, peers=peers)
         with time("select", device):
-            selection = policy.choose(view, scores, importance, tokens)
+            selection = policy.choose(view, scores, importance, tokens, peers=peers)
         with time("store", device):
             if tail:
                 kept = selection.to_mask(view.slots)
                 now.kept[layer.index] = torch.cat([kept, kept.new_ones(*kept.shape[:2], tail)], dim=-1)
             if derived is not None:
                 selection = selection.of_heads(stored[0].shape[1])
-            layer.evict(stored, selection, tail)
+            layer.evict(stored, selection, tail, policy.store)
         if policy.decode is None and not unread(now.prompt, layer.seen):
             layer.window = None
 
@@ -221,7 +280,7 @@ class CacheRun:
                 positions = positions[:, :1].expand(-1, keys.shape[1], -1)
         end = stored[0].shape[2] - (layer.seen - point)
         parts = keys[:, :, :end], values[:, :, :end], None if positions is None else positions[:, :, :end]
-        return layer_view(
+        view = layer_view(
             parts,
             layer.window,
             visible,
@@ -230,60 +289,36 @@ class CacheRun:
             scaling=layer.scaling,
             shared=derived is not None,
         )
+        if self._before_rope is not None:
+            view = replace(view, pre_rope_keys=self._keys_before_rope(view))
+        if self._facts.modality is not None:
+            view = replace(view, modality=at_slots(self._facts.modality.to(view.positions.device), view.positions))
+        return view
+
+    def _keys_before_rope(self, view: LayerView) -> Tensor:
+        if self._before_rope is None or view.shared:
+            raise UnsupportedModelError(
+                f"layer {view.layer}: its keys are derived from what it caches and cannot be taken back to before RoPE"
+            )
+        facts = self._facts
+        if self._pass is not None:
+            facts = replace(facts, rotary=self._before_rope.recorder.record)
+        return self._before_rope(view.layer, view.keys, view.positions, facts)
 
     def took_rows(self, layer: EvictingLayer, rows: Tensor) -> None:
         """Take note that the layer's batch is now its rows `rows`."""
-        self.report.layers[layer.index] = _record(layer)
+        if layer.index == next(iter(self._depth)):
+            self._facts = self._facts.take_rows(rows)
+        self.report.layers[layer.index] = record(layer)
 
     def cropped(self, layer: EvictingLayer) -> None:
         """Take note that the layer has lost its last tokens."""
-        self.report.layers[layer.index] = _record(layer)
-
-
-@dataclass
-class _Pass:
-    """One forward pass.
-
-    Args:
-        mask: the model's attention mask.
-        prompt: what is known of the prompt it belongs to.
-        new: its tokens; None before its first layer.
-        decoding: whether it comes after the prompt.
-        point: tokens seen when it evicts, None where it does not.
-        budgets: int64 ``[B, layers]``, once known.
-        kept: by layer, what stays of the slots, bool ``[B, Hkv, T]``, where the pass goes on after it evicts.
-        pending: layers that have cached its tokens and not yet attended to them.
-        reached: layers that have attended.
-    """
-
-    mask: Any
-    prompt: Prompt
-    new: int | None = None
-    decoding: bool = False
-    point: int | None = None
-    budgets: Tensor | None = None
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    pending: set[int] = field(default_factory=set)
-    reached: set[int] = field(default_factory=set)
-    _visible: tuple[Tensor | None] | None = None
-
-    def visible(self, seen: int) -> Tensor | None:
-        """Return bool ``[B, seen]``, False for padding, or None where nothing is padded."""
-        if self._visible is None:
-            self._visible = (visible_columns(self.mask, seen),)
-        return self._visible[0]
+        if layer.index == next(iter(self._depth)):
+            self._facts = self._facts.crop(layer.seen) if layer.seen else Facts()
+        self.report.layers[layer.index] = record(layer)
 
 
 def run_of(cache: Any) -> CacheRun | None:
     """Return the run a cache belongs to, or None."""
     owner = next((layer.owner for layer in evicting_layers(cache)), None)
     return owner if isinstance(owner, CacheRun) else None
-
-
-def _record(layer: EvictingLayer) -> LayerRecord:
-    if layer.store is None:
-        return LayerRecord(layer.index)
-    stored, index = layer.store.nbytes
-    slot = sum(part.shape[-1] * part.itemsize for part in (layer.store.keys, layer.store.values))
-    heads = sum(len(row) for row in layer.kept)
-    return LayerRecord(layer.index, layer.seen, layer.kept, stored, index, heads * layer.seen * slot)

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
+from kvpolicy.compat import CACHE_NAMES
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.policy import Policy
-from kvpolicy.session.decoder import CACHE_NAMES
 from kvpolicy.session.when import Prompt
 
 _WATCHED = ("generate", "generate_batch")
@@ -81,6 +81,12 @@ class Watch:
             raise UnsupportedModelError(
                 f"policy '{self._policy.name}' evicts while decoding: expected decoding without drafts, got "
                 f"{drafts[0]}: drafts that are taken back would have decided what is evicted"
+            )
+        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+        if drafts and cache is not None and cache.get_seq_length():
+            raise UnsupportedModelError(
+                f"generate({drafts[0]}=...): expected an empty cache, got one that has seen {cache.get_seq_length()} "
+                "tokens: transformers would read all tokens of the prompt into it again"
             )
         if not drafts and setting("prefill_chunk_size") is None:
             return Prompt()

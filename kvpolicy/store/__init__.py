@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.store.dense import DenseStore
+from kvpolicy.store.quantized import QuantizedStore
 from kvpolicy.store.ragged import RaggedStore
+from kvpolicy.store.state import State
 from kvpolicy.types import Selection
 
 
@@ -39,3 +41,11 @@ def build(
         None if whole else kept_positions.view(shape),
     )
     return dense, lengths
+
+
+def restore(state: State) -> DenseStore | RaggedStore | QuantizedStore:
+    """Return the store that `state` was taken from, on its tensors."""
+    kind = state.plain["kind"]
+    if kind == "quantized":
+        return QuantizedStore.from_state(state)
+    return (RaggedStore if kind == "ragged" else DenseStore).from_state(state)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpolicy.store.state import State
+
 
 class DenseStore:
     """Keys, values and positions of one layer, ``[B, Hkv, n, D]``, appended in place.
@@ -52,6 +54,16 @@ class DenseStore:
         """Bytes held by the storages of keys and values, and by the positions."""
         index = 0 if self._positions is None else self._positions.untyped_storage().nbytes()
         return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes(), index
+
+    def state(self) -> State:
+        """Return the slots, without the buffers' slack."""
+        index = {} if self.positions is None else {"positions": self.positions}
+        return State({"keys": self.keys, "values": self.values, **index}, {"kind": "dense"})
+
+    @classmethod
+    def from_state(cls, state: State) -> DenseStore:
+        """Return the store that `state` was taken from, on its tensors."""
+        return cls(state.tensors["keys"], state.tensors["values"], state.tensors.get("positions"))
 
     def append(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Add the slots of new tokens, ``[B, Hkv, q, D]``, whose first position is `start`."""

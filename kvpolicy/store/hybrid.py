@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvpolicy.store.layer import EvictingLayer, Owner
+from kvpolicy.store.state import State, attributes, give
 
 
 class EvictingHybridLayer(LinearAttentionLayer, EvictingLayer):  # type: ignore[misc, override]
@@ -28,6 +29,16 @@ class EvictingHybridLayer(LinearAttentionLayer, EvictingLayer):  # type: ignore[
         """Forget everything; the layer is as new."""
         LinearAttentionLayer.reset(self)
         EvictingLayer.reset(self)
+
+    def state(self) -> State:
+        """Return what the layer holds, recurrent states included."""
+        names = sorted(vars(LinearAttentionLayer(number_of_states=self.number_of_states)))
+        return EvictingLayer.state(self) | attributes(self, names).inside("recurrent")
+
+    def restore(self, state: State) -> None:
+        """Take what another layer held, on the tensors of its `state`."""
+        EvictingLayer.restore(self, state)
+        give(self, state.part("recurrent"))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the batch by its rows `beam_idx`."""

@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from kvpolicy.compat import new_tokens, tokens_to_crop
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.plugin import Store
 from kvpolicy.step import Attended, Step, mark, tag
-from kvpolicy.store import build
+from kvpolicy.store import build, restore
 from kvpolicy.store.dense import DenseStore
+from kvpolicy.store.quantized import QuantizedStore
 from kvpolicy.store.ragged import RaggedStore
+from kvpolicy.store.state import State
 from kvpolicy.types import Selection
 from kvpolicy.window import Window
+
+_PLAIN = ("seen", "settled_at", "_settled", "slot_bytes", "scaling", "shared", "is_initialized")
+"""What a layer knows besides tensors."""
 
 
 class Owner(Protocol):
@@ -48,16 +55,21 @@ class EvictingLayer(DynamicLayer):
     def __init__(self, index: int, owner: Owner) -> None:
         self.index = index
         self.owner = owner
-        self.reset()
+        self._clear()
 
     def reset(self) -> None:
         """Forget everything; the layer is as new."""
-        self.store: DenseStore | RaggedStore | None = None
+        self._clear()
+        self.owner.cropped(self)
+
+    def _clear(self) -> None:
+        self.store: DenseStore | RaggedStore | QuantizedStore | None = None
         self.window: Window | None = None
         self.scaling: float | None = None
         # Whether the model derives what it attends to from what is cached; the first pass shows it.
         self.shared: bool | None = None
         self.seen = 0
+        self.slot_bytes = 0
         self.is_initialized = False
         # Slots kept and tokens seen at the last eviction; every head gained every token since.
         self._settled: list[list[int]] = []
@@ -78,6 +90,7 @@ class EvictingLayer(DynamicLayer):
         """Slots stored, by batch row and KV head."""
         return [[count + self.seen - self.settled_at for count in row] for row in self._settled]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the keys and values to attend to; heads of different lengths travel in the keys' step."""
         new = key_states.shape[2]
@@ -86,6 +99,7 @@ class EvictingLayer(DynamicLayer):
         if self.store is None:
             # Held as they are until attention has run: evicting then copies what is kept, and only that.
             self.store = DenseStore(key_states, value_states, None)
+            self.slot_bytes = sum(part.shape[-1] * part.itemsize for part in (key_states, value_states))
             self._settled = [[0] * key_states.shape[1] for _ in range(key_states.shape[0])]
             self.is_initialized = True
         else:
@@ -117,12 +131,20 @@ class EvictingLayer(DynamicLayer):
             raise UnsupportedModelError(f"layer {self.index}: expected tokens, got none")
         return self.store.padded()
 
-    def evict(self, stored: tuple[Tensor, Tensor, Tensor | None], selection: Selection, tail: int) -> None:
-        """Keep the selected slots of `stored` (keys, values, positions), and the last `tail` slots; free the rest."""
+    def evict(self, stored: tuple[Tensor, Tensor, Tensor | None], selection: Selection, tail: int, hold: Store) -> None:
+        """Keep the selected slots of `stored` (keys, values, positions), and the last `tail` slots; free the rest.
+
+        Args:
+            stored: keys, values and positions of what the layer holds.
+            selection: which of them stay, the last `tail` not counted.
+            tail: how many of the newest stay besides.
+            hold: how they are held.
+        """
         keys, values, positions = stored
         end = keys.shape[2] - tail
         old = None if positions is None else positions[:, :, :end]
-        self.store, self._settled = build(keys[:, :, :end], values[:, :, :end], old, selection)
+        kept, self._settled = build(keys[:, :, :end], values[:, :, :end], old, selection)
+        self.store = hold(kept)
         self.settled_at = self.seen - tail
         if tail:
             self.store.append(keys[:, :, end:], values[:, :, end:], self.settled_at)
@@ -133,14 +155,32 @@ class EvictingLayer(DynamicLayer):
             with torch.inference_mode(False), torch.no_grad():
                 self.store.own()
 
+    def state(self) -> State:
+        """Return what the layer holds."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        state = State({}, {"kind": type(self).__name__, **plain})
+        if self.store is not None:
+            state |= self.store.state().inside("store")
+        if self.window is not None:
+            state.tensors["queries"], state.tensors["query_positions"] = self.window.queries, self.window.positions
+        return state
+
+    def restore(self, state: State) -> None:
+        """Take what another layer held, on the tensors of its `state`."""
+        for name in _PLAIN:
+            setattr(self, name, state.plain[name])
+        if "store" in state.plain:
+            self.store = restore(state.part("store"))
+        if "queries" in state.tensors:
+            self.window = Window(state.tensors["queries"], state.tensors["query_positions"])
+
     def get_seq_length(self) -> int:
         """Return how many tokens the layer has seen."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return the length and offset of the mask: tokens seen, never slots kept."""
-        new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return self.seen + new, 0
+        return self.seen + new_tokens(query_length), 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: `-n` removes n, a positive number is the length to return to.
@@ -148,7 +188,7 @@ class EvictingLayer(DynamicLayer):
         Raises:
             UnsupportedModelError: when that reaches back to tokens among which some were evicted.
         """
-        count = -tokens_to_remove if tokens_to_remove <= 0 else max(self.seen - tokens_to_remove, 0)
+        count = tokens_to_crop(tokens_to_remove, self.seen)
         if self.store is None or not count:
             return
         if self.seen - count < self.settled_at:
@@ -173,7 +213,8 @@ class EvictingLayer(DynamicLayer):
     def _take_rows(self, rows: Tensor) -> None:
         if self.store is None:
             return
-        self.store.take_rows(rows)
+        with torch.inference_mode(False), torch.no_grad():
+            self.store.take_rows(rows)
         self._settled = [self._settled[row] for row in rows.tolist()]
         if self.window is not None:
             self.window = self.window.take_rows(rows)
@@ -181,7 +222,7 @@ class EvictingLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        self.batch_select_indices(torch.arange(len(self._settled)).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self._settled), device="cpu").repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Refuse: an evicting layer stays where the model computes."""

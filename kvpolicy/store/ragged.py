@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpolicy.store.state import State
+
 
 class RaggedStore:
     """Keys, values and positions of one layer, packed ``[N, D]``: slots of (row 0, head 0), then (row 0, head 1), ...
@@ -56,14 +58,33 @@ class RaggedStore:
         """Return keys ``[B, Hkv, T, Dk]``, values and positions, heads aligned at their last slot, -1 where empty."""
         longest = max(self._counts)
         place = torch.arange(longest, device=self.keys.device) - longest + self._count[:, None]
-        index = (self._start[:, None] + place.clamp(min=0)).view(-1, self._kv_heads, longest)
+        # An empty head that comes last begins where the slots end.
+        index = (self._start[:, None] + place.clamp(min=0)).clamp(max=max(len(self.keys) - 1, 0))
+        index = index.view(len(self._counts) // self._kv_heads, self._kv_heads, longest)
         keys, values, positions = (part[index] for part in self._packed)
         return keys, values, positions.where(place.view_as(positions) >= 0, -1)
 
     def heads(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the keys and the values of each (row, head), ``[n, D]``, without copying."""
-        pieces = [slice(start, start + count) for start, count in zip(self._starts, self._counts, strict=True)]
+        pieces = self._pieces()
         return [self.keys[piece] for piece in pieces], [self.values[piece] for piece in pieces]
+
+    def _pieces(self) -> list[slice]:
+        return [slice(start, start + count) for start, count in zip(self._starts, self._counts, strict=True)]
+
+    def state(self) -> State:
+        """Return the slots, without slack."""
+        packed = [torch.cat([part[piece] for piece in self._pieces()]) for part in self._packed]
+        heads = range(0, len(self._counts), self._kv_heads)
+        lengths = [self._counts[first : first + self._kv_heads] for first in heads]
+        tensors = dict(zip(("keys", "values", "positions"), packed, strict=True))
+        return State(tensors, {"kind": "ragged", "lengths": lengths})
+
+    @classmethod
+    def from_state(cls, state: State) -> RaggedStore:
+        """Return the store that `state` was taken from, on its tensors."""
+        tensors = state.tensors
+        return cls(tensors["keys"], tensors["values"], tensors["positions"], state.plain["lengths"])
 
     def append(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Add the slots of new tokens, ``[B, Hkv, q, D]``, whose first position is `start`."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -21,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvpolicy.policy import Policy
 from kvpolicy.session.decoder import cache_name
-from kvpolicy.types import LayerView, Plan
+from kvpolicy.types import LayerView, Needs, Plan
 
 _NAME = "kvpolicy_oracle"
 
@@ -90,15 +91,34 @@ def forward(model: PreTrainedModel, ids: Tensor, cache: Any, mask: Tensor | None
     return logits
 
 
-def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, window: int) -> list[LayerView]:
-    """Return every layer's view of a prompt: all keys and values, and the last `window` queries.
+@contextmanager
+def _projections(model: PreTrainedModel, wanted: bool) -> Iterator[dict[int, Tensor]]:
+    """Give, by layer, the keys before RoPE of a pass in the block, ``[B, T, Hkv * Dk]``; of models like Llama alone."""
+    found: dict[int, Tensor] = {}
+
+    def taking(layer: int) -> Callable[..., None]:
+        return lambda _, __, output: found.update({layer: output})
+
+    modules = [module for module in model.modules() if hasattr(module, "k_proj") and hasattr(module, "layer_idx")]
+    handles = [one.k_proj.register_forward_hook(taking(one.layer_idx)) for one in modules if wanted]  # type: ignore
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
+def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, needs: Needs) -> list[LayerView]:
+    """Return every layer's view of a prompt: all keys and values, and the last queries that `needs` declares.
 
     Rows padded on the right are not supported: their last queries are padding.
     """
     prompt = _Prompt()
-    with _listening(model, prompt.attend):
+    with _listening(model, prompt.attend), _projections(model, needs.pre_rope) as projected:
         forward(model, ids, DynamicCache(config=model.config), mask)
-    window = min(window, ids.shape[1])
+    window = min(needs.queries, ids.shape[1])
+    before = {
+        layer: rearrange(keys, "b t (h d) -> b h t d", d=prompt.keys[layer].shape[-1]).float()
+        for layer, keys in projected.items()
+    }
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     slots = torch.arange(ids.shape[1] - window, ids.shape[1]).expand(len(ids), -1)
     return [
@@ -110,6 +130,7 @@ def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, window: int)
             valid=valid,
             layer=layer,
             scaling=prompt.scaling[layer],  # type: ignore[arg-type]
+            pre_rope_keys=before.get(layer),
         )
         for layer in sorted(prompt.keys)
     ]
@@ -117,7 +138,7 @@ def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, window: int)
 
 def plan(policy: Policy, model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Plan:
     """Return what `policy` keeps of a prompt, from tensors that no part of a session touched."""
-    return policy.plan(views(model, ids, mask, policy.needs.queries))
+    return policy.plan(views(model, ids, mask, policy.needs))
 
 
 def logits(

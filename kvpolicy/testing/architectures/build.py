@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from kvpolicy.testing.architectures.configs import tiny_config
@@ -52,6 +52,11 @@ def tiny_model(case: Case) -> PreTrainedModel:
         size = sum(weight.numel() for weight in kind._from_config(config).parameters())
     if size > _LARGEST:
         raise ValueError(f"expected a tiny model, got one of {size:,} weights")
+    return randomized(kind, config)
+
+
+def randomized(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model of a class and config with random weights, always the same ones."""
     # The experts' default kernel has no float64.
     model: PreTrainedModel = kind._from_config(config, experts_implementation="eager")
     generator = torch.Generator().manual_seed(0)

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from kvpolicy.compat import CACHE_NAMES
 from kvpolicy.policy import Policy
 from kvpolicy.testing.architectures.configs import PLAIN_TOKENS, VOCABULARY
 from kvpolicy.testing.architectures.hide import HidingCache, hiding
@@ -32,8 +33,7 @@ def tokens() -> tuple[Tensor, list[Tensor]]:
 def run(model: PreTrainedModel, prompt: Tensor, pieces: Sequence[Tensor], cache: Any) -> Tensor:
     """Return the logits of prompt and pieces, float64 ``[tokens, V]``; a prompt alone may do without a cache."""
     names = inspect.signature(type(model).forward).parameters
-    # Newer releases of transformers renamed it.
-    name = "cache" if "cache" in names else "past_key_values"
+    name = next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[-1])
     given = {} if cache is None else {name: cache, "use_cache": True}
     found = []
     for piece in (prompt, *pieces):

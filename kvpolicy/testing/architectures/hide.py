@@ -88,11 +88,20 @@ class HidingCache(DynamicCache):
             as_cached = cached == [key.data_ptr(), value.data_ptr()]
             self.prompt.setdefault(layer, Seen(query, key, value, kwargs.get("scaling"), as_cached))
         elif layer is not None and layer in self.keep:
-            attention_mask = _hide(attention_mask, self.keep[layer], query, key, additive=additive)
+            attention_mask = hide(attention_mask, self.keep[layer], query, key, additive=additive)
         return own(module, query, key, value, attention_mask, *args, **kwargs)
 
 
-def _hide(mask: Tensor | None, keep: Tensor, query: Tensor, key: Tensor, *, additive: bool) -> Tensor:
+def hide(mask: Tensor | None, keep: Tensor, query: Tensor, key: Tensor, *, additive: bool) -> Tensor:
+    """Return a model's attention mask with the columns hidden that are not kept.
+
+    Args:
+        mask: the model's own; None means causal.
+        keep: bool ``[B, H, slots]``, of the first slots; H is 1 or the key heads. Later slots are kept.
+        query: ``[B, Hq, q, D]``.
+        key: ``[B, Hkv, T, D]``.
+        additive: whether the attention function wants numbers to add, where there is no mask to follow.
+    """
     heads, length = query.shape[1:3]
     total = key.shape[2]
     shown = torch.cat([keep, keep.new_ones(*keep.shape[:2], total - keep.shape[2])], dim=-1)

@@ -1,0 +1,57 @@
+"""`Pass`: one forward pass of one cache, from its first layer to its last; and what a layer holds after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kvpolicy.capture import visible_columns
+from kvpolicy.report import LayerRecord
+from kvpolicy.session.when import Prompt
+from kvpolicy.store.layer import EvictingLayer
+
+
+@dataclass
+class Pass:
+    """One forward pass.
+
+    Args:
+        mask: the model's attention mask.
+        prompt: what is known of the prompt it belongs to.
+        new: its tokens; None before its first layer.
+        decoding: whether it comes after the prompt.
+        point: tokens seen when it evicts, None where it does not.
+        budgets: int64 ``[B, layers]``, once known.
+        kept: by layer, what stays of the slots, bool ``[B, Hkv, T]``, where the pass goes on after it evicts.
+        pending: layers that have cached its tokens and not yet attended to them.
+        reached: layers that have attended.
+    """
+
+    mask: Any
+    prompt: Prompt
+    new: int | None = None
+    decoding: bool = False
+    point: int | None = None
+    budgets: Tensor | None = None
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    pending: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+    _visible: tuple[Tensor | None] | None = None
+
+    def visible(self, seen: int) -> Tensor | None:
+        """Return bool ``[B, seen]``, False for padding, or None where nothing is padded."""
+        if self._visible is None:
+            self._visible = (visible_columns(self.mask, seen),)
+        return self._visible[0]
+
+
+def record(layer: EvictingLayer) -> LayerRecord:
+    """Return what a layer holds, read from its store."""
+    if layer.store is None:
+        return LayerRecord(layer.index)
+    stored, index = layer.store.nbytes
+    heads = sum(len(row) for row in layer.kept)
+    full = heads * layer.seen * layer.slot_bytes
+    return LayerRecord(layer.index, layer.seen, layer.kept, stored, index, full, derived=bool(layer.shared))
