@@ -297,7 +297,7 @@ def answer(model: PreTrainedModel, policy: Policy, *, padded: bool) -> Tensor:
         )
 
 
-EVERY_KIND = ["snapkv", "ada-kv", "pyramidkv", "ecokv-ada-kv", "ecokv-values", "streaming-llm", "key-diff", "random"]
+EVERY_KIND = ["snapkv", "ada-kv", "pyramidkv", "ecokv-ada-kv", "ecokv-pre-rope", "streaming-llm", "key-diff", "random"]
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

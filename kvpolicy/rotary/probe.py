@@ -165,7 +165,7 @@ def _run(decoder: Any, length: int) -> Any:
 def _places(length: int, axes: int = 1) -> Tensor:
     # int64 [axes, rows, 1]: from 0 to the last, ever further apart, on each axis in another order but for the first, 0.
     far = [round((length - 1) ** (step / (_PLACES - 2))) for step in range(_PLACES - 1)]
-    places = torch.tensor([[0, *far[axis:], *far[:axis]] for axis in range(axes)])
+    places = torch.tensor([[0, *far[axis:], *far[:axis]] for axis in range(axes)], device="cpu")
     return places.repeat_interleave(_TOKENS, dim=1)[:, :, None]
 
 

@@ -94,7 +94,7 @@ def read_question(given: Any, device: torch.device, rows: int) -> Tokens:
     if extra:
         raise ContextError(f"question: expected text (input_ids, attention_mask), got {', '.join(extra)} besides")
     if len(tokens.ids) == 1:
-        tokens = tokens.take_rows(torch.zeros(rows, dtype=torch.int64))
+        tokens = tokens.take_rows(torch.zeros(rows, dtype=torch.int64, device=tokens.ids.device))
     if len(tokens.ids) != rows:
         raise ContextError(f"question: expected 1 row or {rows}, one for each of the context, got {len(tokens.ids)}")
     if not bool(tokens.mask[:, -1].all()):
