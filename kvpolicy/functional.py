@@ -20,6 +20,8 @@ A policy protects first: its sinks and recent tokens score inf.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,8 @@ def score(
     values: Tensor,
     *,
     valid: Tensor | None = None,
+    pre_rope_keys: Tensor | None = None,
+    modality: Tensor | None = None,
 ) -> Tensor:
     """Return each slot's score, float32 ``[B, Hkv, T]``, higher means keep; -inf where a slot is not valid.
 
@@ -48,11 +52,13 @@ def score(
         keys: ``[B, Hkv, T, Dk]`` after RoPE, any float dtype.
         values: ``[B, Hkv, T, Dv]``, any float dtype.
         valid: bool ``[B, T]`` or ``[B, Hkv, T]``, False for padding, on either side. Default: all valid.
+        pre_rope_keys: float32 ``[B, Hkv, T, Dk]``, the keys before RoPE, where something reads them.
+        modality: int8 ``[B, Hkv, T]``, 0 text, 1 image, 2 video, 3 audio, where something reads it.
 
     Raises:
         ViewError: when the shapes do not fit, or queries are needed and not given.
     """
-    view = _view(queries, keys, values, valid)
+    view = _view(queries, keys, values, valid, pre_rope_keys, modality)
     if isinstance(scorer, Policy):
         view = scorer.protect(view, _budget(scorer, view))
         policy = scorer
@@ -63,7 +69,14 @@ def score(
 
 
 def keep(
-    policy: Policy, queries: Tensor | None, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    policy: Policy,
+    queries: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    valid: Tensor | None = None,
+    pre_rope_keys: Tensor | None = None,
+    modality: Tensor | None = None,
 ) -> Tensor:
     """Return which slots a policy keeps, bool ``[B, Hkv, T]``, as if the layer were the model's only one.
 
@@ -73,11 +86,13 @@ def keep(
         keys: as in `score`.
         values: as in `score`.
         valid: as in `score`.
+        pre_rope_keys: as in `score`.
+        modality: as in `score`.
 
     Raises:
         ViewError: when the shapes do not fit, or queries are needed and not given.
     """
-    view = _view(queries, keys, values, valid)
+    view = _view(queries, keys, values, valid, pre_rope_keys, modality)
     return policy.plan_layer(view, _budget(policy, view)).to_mask(view.slots)
 
 
@@ -85,17 +100,29 @@ def _budget(policy: Policy, view: LayerView) -> Tensor:
     return policy.layer_slots(view.seen, layers=1)[:, 0]
 
 
-def _view(queries: Tensor | None, keys: Tensor, values: Tensor, valid: Tensor | None) -> LayerView:
-    view = LayerView(keys=keys, values=values, queries=queries, valid=valid)  # type: ignore[arg-type]
+def _view(
+    queries: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    valid: Tensor | None,
+    pre_rope_keys: Tensor | None,
+    modality: Tensor | None,
+) -> LayerView:
+    view = LayerView(
+        keys=keys,
+        values=values,
+        queries=queries,
+        valid=valid,  # type: ignore[arg-type]
+        pre_rope_keys=pre_rope_keys,
+        modality=modality,
+    )
     if queries is None or valid is None:
         return view
     # Queries of padding go first, so that a row's last ones are its own whichever side is padded.
     order = (view.query_positions >= 0).int().argsort(dim=-1, stable=True)
-    return LayerView(
-        keys=keys,
-        values=values,
+    return replace(
+        view,
         queries=queries.gather(2, order[:, None, :, None].expand_as(queries)),
-        valid=valid,
         query_positions=view.query_positions.gather(-1, order),
     )
 

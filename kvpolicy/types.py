@@ -200,7 +200,10 @@ class _LimitedView(LayerView):
             read = object.__getattribute__
             if not getattr(read(self, "needs"), _DECLARED[name]):
                 reader = read(self, "reader")
-                raise PluginError(f"{reader} reads '{name}' but declares {read(self, 'needs')}. Add it to its `needs`.")
+                setting = f"{_DECLARED[name]}={'N' if _DECLARED[name] == 'queries' else True}"
+                raise PluginError(
+                    f"{reader} reads '{name}' but declares {read(self, 'needs')}. Add {setting} to its `needs`."
+                )
             if read(self, _GIVEN[name]) is None:
                 raise ViewError(f"{read(self, 'reader')} needs {_GIVEN[name]}, but the view has none")
         return object.__getattribute__(self, name)

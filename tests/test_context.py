@@ -411,7 +411,7 @@ def test_wrong_inputs(model: PreTrainedModel, inputs: Any, message: str) -> None
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        (tokens(3, 5), "question: expected 1 row or 2, one for each of the context, got 3"),
+        (tokens(3, 5), "question: expected 1 row or 2, one for each of the fork, got 3: context.fork"),
         ({"input_ids": QUESTION, "pixel_values": torch.zeros(1)}, "got pixel_values besides"),
         ({"input_ids": OTHER, "attention_mask": torch.ones_like(OTHER).tril(7)}, "padded on the left"),
         ("why?", "question: expected ids"),

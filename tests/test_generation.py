@@ -6,6 +6,7 @@ where nothing but the order of sums is left between the two.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -112,6 +113,7 @@ def same_as_replay(
 
 
 POLICIES = ["snapkv-w8", "ada-kv", "ecokv-pyramidkv", "key-diff", "ecokv-values-ada-kv"]
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 CHUNKS = [[64], [32, 32], [63, 1], [1, 63], [20, 20, 24], [1, 1, 62], [7] * 9 + [1]]
 
 
@@ -179,7 +181,7 @@ def test_a_follow_up_turn(model: PreTrainedModel, name: str, side: str, turn: in
 
 @pytest.mark.parametrize("grace", [0, 6])
 @pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize("every", [1, 4, 7, 32])
+@pytest.mark.parametrize("every", [SLOW(1), 4, 7, SLOW(32)])
 @pytest.mark.parametrize("name", POLICIES)
 def test_eviction_while_decoding(model: PreTrainedModel, name: str, every: int, side: str, grace: int) -> None:
     policy = load(name, decode={"every": every, "grace": grace})
@@ -384,6 +386,7 @@ def test_a_quantized_store_is_the_numbers_it_gives_back(
     torch.testing.assert_close(*found, **EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["snapkv-w8", "ada-kv"])
 def test_compiled_decoding_is_compiled_once(model: PreTrainedModel, name: str) -> None:
     """Graphs end where a cache or our attention begins; none is made anew for a longer cache.

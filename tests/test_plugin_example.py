@@ -71,6 +71,7 @@ def test_it_is_listed_with_its_distribution_and_version(installed: Path) -> None
     assert row["description"].startswith("How far the length of a slot's key is from the mean length")
 
 
+@pytest.mark.slow
 def test_it_composes_with_a_built_in_and_runs_in_generate(installed: Path) -> None:
     said = json.loads(python(installed, "-c", USE).splitlines()[-1])
     assert said["score"] == {"type": "norm-diversity", "on": "keys"}
@@ -79,12 +80,14 @@ def test_it_composes_with_a_built_in_and_runs_in_generate(installed: Path) -> No
         assert (layer["seen"], layer["kept"]) == (43, [[15, 15]])
 
 
+@pytest.mark.slow
 def test_the_policy_of_its_readme_is_valid(installed: Path) -> None:
     (policy,) = re.findall(r"^```yaml\n(.*?)^```$", (SOURCE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     (installed.parent / "policy.yaml").write_text(policy)
     assert "ok: snapkv-and-norms" in python(installed, "-m", "kvpolicy.cli", "validate", "policy.yaml")
 
 
+@pytest.mark.slow
 def test_its_own_test_passes(installed: Path) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", "source"]
     assert "1 passed" in python(installed, "-m", "pytest", *options, "source/test_kvpolicy_example.py")

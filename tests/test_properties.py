@@ -319,3 +319,14 @@ def test_functional_without_queries() -> None:
     assert torch.equal(functional.score(KeyNorm(), None, view.keys, view.values), KeyNorm()(view))
     with pytest.raises(ViewError, match="needs queries"):
         functional.score(SnapKV(), None, view.keys, view.values)
+
+
+def test_functional_takes_what_only_a_model_knows() -> None:
+    view = make_view(batch=1, slots=40)
+    before = view.pre_rope_keys.flip(2)
+    policy = kvpolicy.load("ecokv-pre-rope", budget=20)
+    tensors = (view.queries, view.keys, view.values)
+    kept = functional.keep(policy, *tensors, pre_rope_keys=view.pre_rope_keys)
+    assert not torch.equal(kept, functional.keep(policy, *tensors, pre_rope_keys=before))
+    with pytest.raises(ViewError, match="needs pre_rope_keys"):
+        functional.keep(policy, *tensors)

@@ -233,6 +233,7 @@ def test_installed_packages_that_clash_are_both_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

@@ -430,13 +430,15 @@ def test_a_layer_that_attends_twice_evicts_once(model: PreTrainedModel) -> None:
 def test_a_copied_cache_is_a_fork(model: PreTrainedModel) -> None:
     prompt, step, turn = tokens(2, 60), tokens(2, 1, seed=5), tokens(2, 20, seed=6)
     cache = DynamicCache(config=model.config)
-    with kvpolicy.load("ada-kv", budget=0.5).on(model):
+    with kvpolicy.load("ada-kv", budget=0.5).on(model) as run:
         forward(model, prompt, cache, None)
         fork = copy.deepcopy(cache)
         want = [forward(model, piece, cache, None) for piece in (step, turn, step)]
         got = [forward(model, piece, fork, None) for piece in (step, turn, step)]
     assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
     assert [layer.kept for layer in fork.layers] == [layer.kept for layer in cache.layers]
+    assert [layer.held for layer in fork.layers] == [layer.held for layer in cache.layers]
+    assert run.report.layers[0].kept == fork.layers[0].kept, "the report is of the copy, which ran last"
     with pytest.raises(InactiveSessionError, match="not active"):
         forward(model, step, fork, None)
     with pytest.raises(InactiveSessionError, match="cannot be pickled"):

@@ -25,6 +25,7 @@ class Attention(StrEnum):
 
     SDPA = "sdpa"
     EAGER = "eager"
+    FLEX = "flex_attention"
 
 
 def run(

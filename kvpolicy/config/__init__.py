@@ -30,7 +30,8 @@ def load(
         source: the name of a registered policy, the path of a policy file (it has a '/' or ends in .yaml), or a
             mapping as such a file would hold.
         budget: whole tokens (512), a share of the tokens seen (0.25), or a mapping.
-        overrides: `name`, `description`, `score` or `select`, as a policy file would hold them.
+        overrides: `name`, `description`, `score`, `select`, `prefill`, `decode` or `store`, as a policy file would hold
+            them.
 
     Raises:
         PolicyFileError: when anything in it is unknown, of a wrong type or out of range; the message says where.

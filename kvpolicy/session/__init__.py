@@ -169,6 +169,8 @@ class Session:
         if run is not None:
             modality = None if self._modality is None else self._modality.of_pass(given)
             run.begin(cache, given.get("attention_mask"), self._prompt, modality)
+            # Also of a cache that was copied, or taken up again.
+            self.report = run.report
             if self._prompt.unfinished:
                 self._read[id(cache)] = run, cache
         return args, kwargs

@@ -20,7 +20,8 @@ def find_decoders(model: nn.Module) -> list[PreTrainedModel]:
         UnsupportedModelError: when there is none.
     """
     if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"model: expected a transformers model, got {type(model).__name__}")
+        inner = "; its .model is one" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise UnsupportedModelError(f"model: expected a transformers model, got {type(model).__name__}{inner}")
     if any(isinstance(module, PreTrainedModel) and module.config.is_encoder_decoder for module in model.modules()):
         raise UnsupportedModelError(f"model: expected a decoder, got the encoder-decoder {type(model).__name__}")
     takers = [

@@ -171,7 +171,10 @@ class Fork:
         if question is not None:
             told = told.join(read_question(question, told.ids.device, len(told.ids)))
         if told.length <= held.seen:
-            raise ContextError("fork.generate: expected a question, as this context was compressed without one")
+            spread = "; give what the tokenizer returned as one argument, not as **keywords" * ("input_ids" in settings)
+            raise ContextError(
+                f"fork.generate: expected a question, as this context was compressed without one{spread}"
+            )
         held.check_padding(told, "question")
         config = settings.get("generation_config") or model.generation_config
         known = {name: settings.get(name, getattr(config, name, None)) for name in (*_DRAFTS, *_REPEATED)}

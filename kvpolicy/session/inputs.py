@@ -96,7 +96,10 @@ def read_question(given: Any, device: torch.device, rows: int) -> Tokens:
     if len(tokens.ids) == 1:
         tokens = tokens.take_rows(torch.zeros(rows, dtype=torch.int64, device=tokens.ids.device))
     if len(tokens.ids) != rows:
-        raise ContextError(f"question: expected 1 row or {rows}, one for each of the context, got {len(tokens.ids)}")
+        raise ContextError(
+            f"question: expected 1 row or {rows}, one for each of the fork, got {len(tokens.ids)}: "
+            f"context.fork(rows={len(tokens.ids)}) has as many"
+        )
     if not bool(tokens.mask[:, -1].all()):
         raise ContextError("question: expected rows padded on the left, as their last token is what is gone on from")
     return tokens

@@ -90,6 +90,16 @@ class EvictingLayer(DynamicLayer):
         """Slots stored, by batch row and KV head."""
         return [[count + self.seen - self.settled_at for count in row] for row in self._settled]
 
+    @property
+    def held(self) -> list[list[list[int]]]:
+        """The tokens whose slots are stored, as places in the sequence, by batch row and KV head."""
+        if self.store is None:
+            return []
+        keys, _, positions = self.store.padded()
+        if positions is None:
+            return [[list(range(keys.shape[2]))] * keys.shape[1]] * keys.shape[0]
+        return [[[place for place in head if place >= 0] for head in row] for row in positions.tolist()]
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the keys and values to attend to; heads of different lengths travel in the keys' step."""
