@@ -32,6 +32,8 @@ class Stopwatch:
             yield
             end.record()
             self._pending.append((stage, begin, end))
+            if len(self._pending) > 4096:
+                self.seconds()
             return
         started = time.perf_counter()
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -165,6 +166,14 @@ class RotaryRecord:
         return RotaryRecord({source: track.changed(change) for source, track in self.tracks.items()})
 
 
+class _Pass(threading.local):
+    """What a thread's forward pass has been heard to rotate; nothing while none runs."""
+
+    def __init__(self) -> None:
+        self.record = RotaryRecord()
+        self.heard: dict[Source, Tensor] | None = None
+
+
 class RotaryRecorder:
     """Listens to a decoder's rotary embeddings and makes the record of the cache whose pass is running.
 
@@ -174,11 +183,15 @@ class RotaryRecorder:
     """
 
     def __init__(self, decoder: nn.Module, sources: Iterable[Source]) -> None:
-        self.record = RotaryRecord()
+        self._pass = _Pass()
         self._decoder = decoder
         self._sources = frozenset(sources)
-        self._heard: dict[Source, Tensor] | None = None
         self._hooks: list[RemovableHandle] = []
+
+    @property
+    def record(self) -> RotaryRecord:
+        """The record of the cache whose pass is running in this thread, the pass's own columns included."""
+        return self._pass.record
 
     def attach(self) -> None:
         """Start to listen."""
@@ -192,20 +205,21 @@ class RotaryRecorder:
 
     def begin(self, record: RotaryRecord) -> None:
         """Start a forward pass on the cache that `record` belongs to; `self.record` grows with it."""
-        self.record, self._heard = record, {}
+        self._pass.record, self._pass.heard = record, {}
 
     def end(self) -> RotaryRecord:
         """End the pass, and return its cache's record."""
-        record, self.record, self._heard = self.record, RotaryRecord(), None
+        record, self._pass.record, self._pass.heard = self._pass.record, RotaryRecord(), None
         return record
 
     def _take(self, call: Call) -> None:
-        if self._heard is None or call.source not in self._sources:
+        now = self._pass
+        if now.heard is None or call.source not in self._sources:
             return
-        before = self._heard.get(call.source)
+        before = now.heard.get(call.source)
         if before is None:
-            self._heard[call.source] = call.positions
-            self.record = self.record.extended(call)
+            now.heard[call.source] = call.positions
+            now.record = now.record.extended(call)
         elif not same_positions(before, call.positions):
             raise UnsupportedModelError(
                 f"{type(self._decoder).__name__}: its rotary embedding {call.source} is called with different "

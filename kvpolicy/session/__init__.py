@@ -9,6 +9,7 @@ from __future__ import annotations
 import kvpolicy.compat  # noqa: F401  (first: it says so where transformers is too old for the rest)
 
 # isort: split
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from kvpolicy.errors import InactiveSessionError, PolicyError, UnsupportedModelE
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report
 from kvpolicy.rotary import RotaryRecorder
+from kvpolicy.session.bound import Bound
 from kvpolicy.session.decoder import arguments, cache_in, cache_name, find_decoders, uses_cache
 from kvpolicy.session.facts import BeforeRope
 from kvpolicy.session.layers import evictable_layers, evicting_layers, prepare, take_over, why_not
@@ -36,7 +38,15 @@ from kvpolicy.session.when import Prompt
 from kvpolicy.step import forget
 
 
-class Session:
+class _Now(threading.local):
+    """What a thread is reading: of the prompt, what is known; of each block that makes one, the caches read into."""
+
+    def __init__(self) -> None:
+        self.prompt = Prompt()
+        self.read: list[dict[int, tuple[CacheRun, DynamicCache]]] = []
+
+
+class Session(Bound):
     """A context manager in which a model runs under a policy.
 
     Inside it, ``model.generate`` and a forward pass by hand evict; outside, the model is as it was. Sessions nest (the
@@ -59,8 +69,7 @@ class Session:
         self._watch = Watch(model, policy, self._swap)
         self._modality = ModalityWatch(model) if policy.needs.modality else None
         self._before_rope: dict[int, BeforeRope] = {}
-        self._prompt = Prompt()
-        self._read: dict[int, tuple[CacheRun, DynamicCache]] = {}
+        self._now = _Now()
         self._entered = 0
         self._hooks: list[RemovableHandle] = []
 
@@ -94,19 +103,18 @@ class Session:
         if not self.active:
             raise InactiveSessionError("prompt: expected to be inside the session's `with` block")
         outer = self._swap(Prompt(unfinished=True))
+        read: dict[int, tuple[CacheRun, DynamicCache]] = {}
+        self._now.read.append(read)
         try:
             yield
-        except BaseException:
-            self._read.clear()
-            raise
         finally:
+            self._now.read.remove(read)
             self._swap(outer)
-        while self._read:
-            _, (run, cache) = self._read.popitem()
+        for run, cache in read.values():
             run.settle(cache)
 
     def _swap(self, prompt: Prompt) -> Prompt:
-        before, self._prompt = self._prompt, prompt
+        before, self._now.prompt = self._now.prompt, prompt
         return before
 
     def __enter__(self) -> Session:
@@ -168,11 +176,12 @@ class Session:
         run = self._run_of(cache, decoder)
         if run is not None:
             modality = None if self._modality is None else self._modality.of_pass(given)
-            run.begin(cache, given.get("attention_mask"), self._prompt, modality)
+            run.begin(cache, given.get("attention_mask"), self._now.prompt, modality)
             # Also of a cache that was copied, or taken up again.
             self.report = run.report
-            if self._prompt.unfinished:
-                self._read[id(cache)] = run, cache
+            # A cache belongs to the outermost block that has read into it.
+            if self._now.prompt.unfinished and not any(id(cache) in read for read in self._now.read):
+                self._now.read[-1][id(cache)] = run, cache
         return args, kwargs
 
     def _after(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -24,6 +24,8 @@ def find_decoders(model: nn.Module) -> list[PreTrainedModel]:
         raise UnsupportedModelError(f"model: expected a transformers model, got {type(model).__name__}{inner}")
     if any(isinstance(module, PreTrainedModel) and module.config.is_encoder_decoder for module in model.modules()):
         raise UnsupportedModelError(f"model: expected a decoder, got the encoder-decoder {type(model).__name__}")
+    if any(getattr(module.config, "add_cross_attention", False) for module in model.modules() if _is_model(module)):
+        raise UnsupportedModelError(f"model: expected a decoder alone, got {type(model).__name__} with cross-attention")
     takers = [
         module
         for module in model.modules()
@@ -40,6 +42,10 @@ def find_decoders(model: nn.Module) -> list[PreTrainedModel]:
             f"model: expected a transformers decoder (a forward that takes a cache), got {type(model).__name__}"
         )
     return found
+
+
+def _is_model(module: nn.Module) -> TypeGuard[PreTrainedModel]:
+    return isinstance(module, PreTrainedModel)
 
 
 def _has_own_cache(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from kvpolicy.session.inputs import Tokens, read_question
 from kvpolicy.session.layers import evicting_layers
 from kvpolicy.session.positions import Deltas, deltas_of, keepers, keeping
 from kvpolicy.session.run import CacheRun, run_of
+from kvpolicy.session.watch import setting
 from kvpolicy.store.layer import EvictingLayer
 
 _REPEATED = ("num_beams", "num_return_sequences")
@@ -176,17 +177,20 @@ class Fork:
                 f"fork.generate: expected a question, as this context was compressed without one{spread}"
             )
         held.check_padding(told, "question")
-        config = settings.get("generation_config") or model.generation_config
-        known = {name: settings.get(name, getattr(config, name, None)) for name in (*_DRAFTS, *_REPEATED)}
+        known = {name: setting(model, settings, name) for name in (*_DRAFTS, *_REPEATED)}
+        if settings.get("use_cache") is False:
+            raise ContextError("fork.generate: expected use_cache=True, as what was kept is in a cache")
         drafts = [name for name in _DRAFTS if known[name]]
         if drafts:
             raise UnsupportedModelError(
                 f"fork.generate({drafts[0]}=...): expected decoding without drafts, with which transformers would read "
                 "the context again"
             )
-        # As `generate` repeats the rows of the ids.
-        held.repeat(max(known[name] or 1 for name in _REPEATED))
-        self._asked = True
+        repeats = max(known[name] or 1 for name in _REPEATED)
+        if repeats > 1:
+            # As `generate` repeats the rows of the ids; of a copy, as it may fail.
+            held = Held(copy.deepcopy(held.cache), held.tokens, held.deltas)
+            held.repeat(repeats)
         given: dict[str, Any] = {**settings, "attention_mask": told.mask, cache_name(model): held.cache}
         with keeping(model, held.deltas):
             output = model.generate(told.ids, **given)
@@ -201,7 +205,7 @@ class Fork:
             )
         if held.rows == 1:
             told = told.join(Tokens(new, torch.ones_like(new)))
-        self._open, self._seen = Held(held.cache, told, deltas), held.seen
+        self._open, self._seen, self._asked = Held(held.cache, told, deltas), held.seen, True
         if isinstance(output, Tensor):
             return new
         output.sequences = new

@@ -78,7 +78,10 @@ def read(given: Any, what: str, device: torch.device) -> tuple[Tokens, dict[str,
             "Of a tokenizer, ask return_tensors='pt'"
         )
     ids = ids.to(device).view(-1, ids.shape[-1])
-    mask = torch.ones_like(ids) if mask is None else torch.as_tensor(mask, device=device).view(-1, ids.shape[-1])
+    mask = torch.ones_like(ids) if mask is None else torch.as_tensor(mask, device=device)
+    if mask.shape[-1:] != ids.shape[-1:] or mask.numel() != ids.numel():
+        raise ContextError(f"{what}: expected an attention_mask {list(ids.shape)}, got {list(mask.shape)}")
+    mask = mask.view(-1, ids.shape[-1])
     rest = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
     return Tokens(ids.long(), mask.long()), rest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpolicy.compat import HybridLayer, has_own_index
 from kvpolicy.store.layer import EvictingLayer, Owner
@@ -54,6 +54,12 @@ def take_over(cache: Cache, indices: list[int], owner: Owner) -> None:
 def evicting_layers(cache: Any) -> list[EvictingLayer]:
     """Return the evicting layers of a cache; none for a cache that is not ours."""
     return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, EvictingLayer)]
+
+
+def lengths(cache: Any) -> set[int]:
+    """Return how many tokens the layers of a cache have seen that have seen any: of a whole cache, one number."""
+    kinds = (EvictingLayer, DynamicSlidingWindowLayer)
+    return {layer.get_seq_length() for layer in cache.layers if isinstance(layer, kinds)} - {0}
 
 
 def _evicting(layer: Any, index: int, owner: Owner) -> EvictingLayer:

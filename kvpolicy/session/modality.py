@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -10,13 +11,20 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.session.bound import Bound
 from kvpolicy.session.decoder import arguments, forward_names
 from kvpolicy.types import MODALITIES
 
 _IDS = "input_ids"
 
 
-class ModalityWatch:
+class _Seen(threading.local):
+    """What the tokens are that a model is called with, for as long as its pass runs in a thread."""
+
+    latest: Tensor | None = None
+
+
+class ModalityWatch(Bound):
     """Reads the ids that a model is called with, where the decoder inside it sees embeddings only.
 
     Args:
@@ -29,7 +37,7 @@ class ModalityWatch:
             for module in model.modules()
             if isinstance(module, PreTrainedModel) and _IDS in forward_names(module) and placeholders(module.config)
         ]
-        self._latest: Tensor | None = None
+        self._seen = _Seen()
         self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -46,11 +54,11 @@ class ModalityWatch:
     def _take(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = arguments(model, args, kwargs).get(_IDS)
         # A model inside a model may be called with embeddings, or with ids in which placeholders are gone already.
-        if ids is not None and self._latest is None:
-            self._latest = modalities(ids, model.config)
+        if ids is not None and self._seen.latest is None:
+            self._seen.latest = modalities(ids, model.config)
 
     def _forget(self, *_: Any) -> None:
-        self._latest = None
+        self._seen.latest = None
 
     def of_pass(self, given: dict[str, Any]) -> Tensor:
         """Return int8 ``[B, q]``, what each token of a decoder's call is.
@@ -60,11 +68,13 @@ class ModalityWatch:
         """
         ids, embeddings = given.get(_IDS), given.get("inputs_embeds")
         tokens = next((tuple(part.shape[:2]) for part in (ids, embeddings) if part is not None), None)
-        if self._latest is not None and tuple(self._latest.shape) == tokens:
-            return self._latest
+        if self._seen.latest is not None and tuple(self._seen.latest.shape) == tokens:
+            return self._seen.latest
         if ids is not None:
             return torch.zeros_like(ids, dtype=torch.int8)
-        got = "embeddings only" if self._latest is None else f"ids {list(self._latest.shape)} for other tokens"
+        got = (
+            "embeddings only" if self._seen.latest is None else f"ids {list(self._seen.latest.shape)} for other tokens"
+        )
         raise UnsupportedModelError(
             f"modality: expected the model to be called with input_ids, one for each of {list(tokens or ())} tokens, "
             f"in which placeholders that its config names stand for images, got {got}"

@@ -20,6 +20,7 @@ class Pass:
     Args:
         mask: the model's attention mask.
         prompt: what is known of the prompt it belongs to.
+        modality: int8 ``[B, q]``, what each of its tokens is, where the policy needs it.
         new: its tokens; None before its first layer.
         decoding: whether it comes after the prompt.
         point: tokens seen when it evicts, None where it does not.
@@ -31,6 +32,7 @@ class Pass:
 
     mask: Any
     prompt: Prompt
+    modality: Tensor | None = None
     new: int | None = None
     decoding: bool = False
     point: int | None = None
@@ -45,6 +47,11 @@ class Pass:
         if self._visible is None:
             self._visible = (visible_columns(self.mask, seen),)
         return self._visible[0]
+
+    def take_rows(self, rows: Tensor, seen: int) -> None:
+        """Be a pass over the batch's rows `rows` (int64), once it has ended."""
+        visible = self.visible(seen)
+        self._visible = (visible if visible is None else visible[rows.to(visible.device)],)
 
 
 def record(layer: EvictingLayer) -> LayerRecord:

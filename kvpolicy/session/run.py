@@ -14,7 +14,7 @@ from kvpolicy.errors import ContextError, InactiveSessionError, UnsupportedModel
 from kvpolicy.policy import Policy
 from kvpolicy.report import LayerRecord, Report
 from kvpolicy.session.facts import BeforeRope, Facts
-from kvpolicy.session.layers import evicting_layers
+from kvpolicy.session.layers import evicting_layers, lengths
 from kvpolicy.session.parallel import HeadGroup
 from kvpolicy.session.passes import Pass, record
 from kvpolicy.session.when import Prompt, eviction_point, reads, unread
@@ -66,11 +66,16 @@ class CacheRun:
         self._read: Pass | None = None
         # Tokens seen when the prompt was settled for good: what follows decodes, in passes of any length.
         self._ended: int | None = None
+        # How many tokens of each row were padding at the last eviction, int64 [B]; None where none were.
+        self._hidden: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> CacheRun:
+        if self._read is not None:
+            raise InactiveSessionError("this cache is in the midst of a prompt: copy it once the prompt is read")
         # A copied cache has tensors of its own, and the same session.
         copied = CacheRun(self.policy, list(self._depth), self.owner, self._before_rope)
         copied._facts = self._facts
+        copied._hidden = self._hidden
         copied.report.left_alone = self.report.left_alone
         copied.report.layers = dict(self.report.layers)
         copied.report.query_aware = self.report.query_aware
@@ -127,20 +132,23 @@ class CacheRun:
         """
         layers = evicting_layers(cache)
         half = self._pass is not None and (self._pass.pending or self._pass.reached)
-        if half or len({layer.seen for layer in layers if layer.seen}) > 1:
+        if half or len(lengths(cache)) > 1:
             raise InactiveSessionError(
                 "this cache was left half-written by a forward pass that failed: start again with an empty one"
             )
-        self._pass = Pass(mask, prompt if self._ended is None else Prompt(end=self._ended))
-        self._facts = self._facts.extended(modality)
+        self._pass = Pass(mask, prompt if self._ended is None else Prompt(end=self._ended), modality)
         if self._before_rope is not None:
             self._before_rope.recorder.begin(self._facts.rotary)
+        self.plain = mask is None or self._is_plain(mask, max(layer.settled_at for layer in layers))
+
+    def _is_plain(self, mask: Any, settled: int) -> bool:
+        """Return whether a mask hides what was padding at the last eviction, and nothing since."""
         # Only a CPU asks: reading a mask on another device would wait for it.
-        self.plain = mask is None or (
-            isinstance(mask, Tensor)
-            and mask.ndim == 2
-            and mask.device.type == "cpu"
-            and bool(mask[:, max(layer.settled_at for layer in layers) :].all())
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.device.type != "cpu":
+            return False
+        hidden = (mask == 0).sum(-1)
+        return torch.equal(hidden, torch.zeros_like(hidden) if self._hidden is None else self._hidden) and bool(
+            mask[:, settled:].all()
         )
 
     def finish(self) -> None:
@@ -168,6 +176,7 @@ class CacheRun:
             )
         if now.new is None:
             now.new = new
+            self._facts = self._facts.extended(now.modality)
             start, end = layer.seen, layer.seen + new
             now.decoding = not reads(now.prompt, start, end)
             now.point = eviction_point(self.policy, now.prompt, start=start, end=end, settled=layer.settled_at)
@@ -242,10 +251,12 @@ class CacheRun:
         stored = layer.padded()
         device = stored[0].device
         with time("capture", device):
-            view = self._view(layer, stored, now.visible(layer.seen), point, derived)
+            visible = now.visible(layer.seen)
+            view = self._view(layer, stored, visible, point, derived)
             if now.budgets is None:
                 now.budgets = policy.layer_slots(view.seen, len(self._depth))
             tokens = now.budgets[:, self._depth[layer.index]].to(device)
+            self._hidden = None if visible is None else (~visible[:, :point]).sum(-1)
             grace = policy.decode.grace if policy.decode is not None and now.decoding else 0
             view = policy.protect(view, tokens, grace=grace)
         with time("score", device):
@@ -309,12 +320,18 @@ class CacheRun:
         """Take note that the layer's batch is now its rows `rows`."""
         if layer.index == next(iter(self._depth)):
             self._facts = self._facts.take_rows(rows)
+            if self._hidden is not None:
+                self._hidden = self._hidden[rows.to(self._hidden.device)]
+            if self._read is not None:
+                self._read.take_rows(rows, layer.seen)
         self.report.layers[layer.index] = record(layer)
 
     def cropped(self, layer: EvictingLayer) -> None:
         """Take note that the layer has lost its last tokens."""
         if layer.index == next(iter(self._depth)):
             self._facts = self._facts.crop(layer.seen) if layer.seen else Facts()
+            if not layer.seen:
+                self._ended = self._hidden = None
         self.report.layers[layer.index] = record(layer)
 
 

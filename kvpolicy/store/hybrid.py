@@ -52,5 +52,6 @@ class EvictingHybridLayer(LinearAttentionLayer, EvictingLayer):  # type: ignore[
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens from both."""
-        LinearAttentionLayer.crop(self, tokens_to_remove)
+        # First the one that may refuse.
         EvictingLayer.crop(self, tokens_to_remove)
+        LinearAttentionLayer.crop(self, tokens_to_remove)
