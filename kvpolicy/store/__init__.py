@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.store.dense import DenseStore
+from kvpolicy.store.offloaded import OffloadedStore
 from kvpolicy.store.quantized import QuantizedStore
 from kvpolicy.store.ragged import RaggedStore
 from kvpolicy.store.state import State
@@ -43,9 +44,11 @@ def build(
     return dense, lengths
 
 
-def restore(state: State) -> DenseStore | RaggedStore | QuantizedStore:
+def restore(state: State) -> DenseStore | RaggedStore | QuantizedStore | OffloadedStore:
     """Return the store that `state` was taken from, on its tensors."""
     kind = state.plain["kind"]
     if kind == "quantized":
         return QuantizedStore.from_state(state)
+    if kind == "offloaded":
+        return OffloadedStore.from_state(state)
     return (RaggedStore if kind == "ragged" else DenseStore).from_state(state)

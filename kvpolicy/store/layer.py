@@ -15,6 +15,7 @@ from kvpolicy.plugin import Store
 from kvpolicy.step import Attended, Step, mark, tag
 from kvpolicy.store import build, restore
 from kvpolicy.store.dense import DenseStore
+from kvpolicy.store.offloaded import OffloadedStore
 from kvpolicy.store.quantized import QuantizedStore
 from kvpolicy.store.ragged import RaggedStore
 from kvpolicy.store.state import State
@@ -63,7 +64,7 @@ class EvictingLayer(DynamicLayer):
         self.owner.cropped(self)
 
     def _clear(self) -> None:
-        self.store: DenseStore | RaggedStore | QuantizedStore | None = None
+        self.store: DenseStore | RaggedStore | QuantizedStore | OffloadedStore | None = None
         self.window: Window | None = None
         self.scaling: float | None = None
         # Whether the model derives what it attends to from what is cached; the first pass shows it.

@@ -9,6 +9,7 @@ from annotated_types import Ge
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.plugin import settings
 from kvpolicy.store.dense import DenseStore
+from kvpolicy.store.offloaded import OffloadedStore
 from kvpolicy.store.quantized import QuantizedStore
 from kvpolicy.store.ragged import RaggedStore
 
@@ -59,7 +60,24 @@ class Quantized:
         return QuantizedStore(kept, bits=self.bits, group=self.group, residual=self.residual)
 
 
+@settings
+class Offloaded:
+    """Kept slots are stored in the CPU's memory; each layer's come to the model's device while it attends.
+
+    >>> Offloaded().name
+    'offloaded'
+    """
+
+    name = "offloaded"
+    source = "as offloaded caches of transformers, without their prefetching"
+    formula = "k, v as they are, on the CPU"
+
+    def __call__(self, kept: DenseStore | RaggedStore) -> OffloadedStore:
+        """Return a store in the CPU's memory, which holds nothing of `kept`."""
+        return OffloadedStore(kept)
+
+
 @hookimpl
 def kvpolicy_stores() -> list[type]:
     """Return the stores of this module."""
-    return [Plain, Quantized]
+    return [Plain, Quantized, Offloaded]
