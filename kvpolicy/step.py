@@ -66,6 +66,7 @@ class Step:
         values: which values were.
         positions: int32 ``[B, Hkv, T]`` of the keys, None where slot t is position t.
         start: tokens seen before this update.
+        new: tokens of this update.
         plain: whether the mask is nothing but causal order and padding, and every stored slot is visible.
         shared: whether the model derives what it attends to; None in the first pass, which shows it.
         cut: how many of the pass's queries come before it evicts, where it evicts in its middle; else None.
@@ -79,6 +80,7 @@ class Step:
     values: Mark
     positions: Tensor | None
     start: int
+    new: int
     plain: bool
     shared: bool | None
     cut: int | None

@@ -72,6 +72,7 @@ def test_a_bias_of_the_models_own_is_added_where_heads_differ_in_length() -> Non
         values=mark(values),
         positions=None,
         start=5,
+        new=1,
         plain=True,
         shared=False,
         cut=None,

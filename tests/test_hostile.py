@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from releases import installed
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -62,7 +63,8 @@ def test_settings_of_generate_are_found_where_transformers_finds_them(model: Pre
             model.generation_config.prefill_chunk_size = 16
         given = GenerationConfig(**settings) if own else GenerationConfig(**settings, prefill_chunk_size=16)
         got = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=given)
-    assert torch.equal(got, want)
+    # Stock 5.2 reads chunks wrongly, whatever the cache.
+    assert torch.equal(got, want) == (not installed("==5.2.*"))
 
 
 def test_drafts_asked_for_by_the_models_own_config_are_seen(model: PreTrainedModel) -> None:
@@ -229,8 +231,10 @@ def test_the_innermost_session_says_what_generate_may_do(model: PreTrainedModel)
     ids = tokens(1, 20).repeat(1, 3)
     with load().on(model):
         want = generate(model, ids)
+    # Before 5.13, looking up needs an end: one that no token is.
+    how = {"prompt_lookup_num_tokens": 3, "eos_token_id": model.config.vocab_size}
     with load(decode={"every": 4}).on(model), load().on(model):
-        assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), want)
+        assert torch.equal(generate(model, ids, **how), want)
 
 
 @pytest.mark.parametrize(
@@ -285,3 +289,100 @@ def test_a_mask_of_another_shape_is_refused(model: PreTrainedModel, shape: tuple
     given = {"input_ids": tokens(2, 64), "attention_mask": torch.ones(shape, dtype=torch.int64)}
     with pytest.raises(ContextError, match=r"expected an attention_mask \[2, 64\]"):
         load().compress(model, given)
+
+
+def test_a_generate_bound_in_a_session_goes_on_after_it(model: PreTrainedModel) -> None:
+    ids = tokens(1, 64)
+    with load().on(model):
+        bound = model.generate
+        want = generate(model, ids)
+    how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(bound(ids, **how), generate(model, ids))
+    with load().on(model):
+        assert torch.equal(bound(ids, prefill_chunk_size=64, **how), want)
+
+
+def test_finding_rotations_minds_no_other_thread(model: PreTrainedModel) -> None:
+    ids, stop, failed = tokens(1, 64), threading.Event(), []
+    want = generate(model, ids, 40)
+
+    def plain() -> None:
+        while not stop.is_set():
+            if not torch.equal(generate(model, ids, 40), want):
+                failed.append("other text")
+
+    one = threading.Thread(target=plain)
+    one.start()
+    for _ in range(12):
+        with load("ecokv-pre-rope", budget=1000).on(model):
+            pass
+    stop.set()
+    one.join()
+    assert not failed
+
+
+def test_a_context_is_of_its_own_policy(model: PreTrainedModel) -> None:
+    """Another thread's session, entered meanwhile, takes new caches."""
+    mine, other, waits, go_on = load(budget=24), load(budget=40), threading.Event(), threading.Event()
+    found: list[Exception] = []
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread().name == "mine" and not waits.is_set():
+            waits.set()
+            assert go_on.wait(60)
+
+    def compress() -> None:
+        try:
+            mine.compress(model, tokens(1, 64))
+        except InactiveSessionError as error:
+            found.append(error)
+
+    hook = model.register_forward_pre_hook(wait)
+    thread = threading.Thread(target=compress, name="mine")
+    thread.start()
+    assert waits.wait(60)
+    with other.on(model):
+        go_on.set()
+        thread.join()
+    hook.remove()
+    assert "took the cache" in str(found[0])
+
+
+@pytest.mark.skipif(not installed(">=5.6"), reason="gemma4 came with 5.6")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["snapkv-w8", "ada-kv"])
+def test_layers_that_share_keys_may_ask_with_the_last_queries_alone(name: str, attention: str) -> None:
+    """As those of Gemma 4, by `logits_to_keep`."""
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        vocab_size=128,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        pad_token_id=0,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=8,
+        initializer_range=0.2,
+        attn_implementation=attention,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    policy = kvpolicy.load(name, budget=24, select={"type": "top-k", "sinks": 1, "recent": 3})
+    ids, logits = tokens(1, 64).repeat(1, 3), []
+    with policy.on(model), torch.no_grad():
+        want = generate(model, ids)
+        assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3, eos_token_id=128), want)
+        assert torch.equal(generate(model, ids, prefill_chunk_size=7), want)
+        for keep in (0, 1, 2, 8):
+            cache = DynamicCache(config=model.config)
+            model(ids[:, :40], **{cache_name(model): cache})
+            logits.append(model(ids[:, 40:48], logits_to_keep=keep, **{cache_name(model): cache}).logits[:, -1])
+    assert not torch.equal(want, generate(model, ids)), "evicting changed nothing"
+    for one in logits[1:]:
+        torch.testing.assert_close(one, logits[0], **EXACT)

@@ -48,26 +48,31 @@ def attention(
     if step.store.ragged and derived is None:
         key, value, positions = step.store.padded()
     call = _Call(implementation, own, module, kwargs)
+    # A module that shares another's keys may ask with the last queries alone.
+    unasked = step.new - query.shape[2]
+    start = step.start + unasked
     if step.cut is None:
         stored = key, value, positions
-        result = _read(call, query, stored, attention_mask, start=step.start, gaps=step.store.ragged)
+        result = _read(call, query, stored, attention_mask, start=start, gaps=step.store.ragged)
         step.attended(Attended(query, scaling, derived))
         return result
     if kwargs.get("position_bias") is not None:
         raise UnsupportedModelError("drafts in one pass with the prompt: not with a position bias of the model's own")
     # The pass goes on after it evicts: the queries from there on see what was kept and each other, no more.
-    length, slots = query.shape[2], key.shape[2]
-    held, point = slots - length + step.cut, step.start + step.cut
-    before, after = query.split([step.cut, length - step.cut], dim=2)
+    length, point, seen = query.shape[2], step.start + step.cut, step.start + step.new
+    cut, held = max(step.cut - unasked, 0), key.shape[2] - step.new + step.cut
+    before, after = query.split([cut, length - cut], dim=2)
     old = key[:, :, :held], value[:, :, :held], None if positions is None else positions[:, :, :held]
-    rows = part(attention_mask, 0, step.cut, point)
-    first, _ = _read(call, before, old, rows, start=step.start, gaps=step.store.ragged)
+    outputs = []
+    if cut:
+        rows = part(attention_mask, 0, cut, point)
+        outputs.append(_read(call, before, old, rows, start=start, gaps=step.store.ragged)[0])
     kept = step.attended(Attended(before, scaling, None if derived is None else old[:2]))
-    rows = part(attention_mask, step.cut, length, step.start + length)
+    rows = part(attention_mask, cut, length, seen)
     places = _order(key) if positions is None else positions
     now = key, value, places if kept is None else places.where(kept, -1)
-    second, _ = _read(call, after, now, rows, start=point, gaps=True)
-    return torch.cat([first, second], dim=1), None
+    outputs.append(_read(call, after, now, rows, start=start + cut, gaps=True)[0])
+    return torch.cat(outputs, dim=1), None
 
 
 @dataclass(frozen=True)

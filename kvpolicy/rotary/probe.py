@@ -8,6 +8,7 @@ the cached keys the same.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -128,8 +129,12 @@ def _spread(keys: Tensor, sizes: Tensor) -> Tensor:
 def _probe(decoder: Any, layers: Sequence[int]) -> tuple[dict[int, Tensor], list[tuple[Call, RotaryRecord]]]:
     calls: list[tuple[Call, RotaryRecord]] = []
 
+    mine = threading.get_ident()
+
     def take(call: Call) -> None:
-        calls.append((call, RotaryRecord().extended(call)))
+        # Other threads may run the model meanwhile.
+        if threading.get_ident() == mine:
+            calls.append((call, RotaryRecord().extended(call)))
 
     modules = rotary_modules(decoder)
     length = int(getattr(decoder.config, "max_position_embeddings", None) or _LENGTH)
@@ -173,12 +178,15 @@ def _places(length: int, axes: int = 1) -> Tensor:
 def _moving(module: nn.Module, length: int) -> Iterator[None]:
     # In the block, a rotary embedding is told that the tokens are at places of ours: on each axis that it asks for, and
     # past what the model was made for, where scaled frequencies differ from plain ones. A table has an end: it is not.
+    mine = threading.get_ident()
     ends = any(isinstance(part, Tensor) and part.ndim > 1 for part in state(module).values())
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments(module, args, kwargs)
         positions = given.get(POSITIONS)
-        if ends or not isinstance(positions, Tensor) or tuple(positions.shape[-2:]) not in ((1, 1), (_ROWS, 1)):
+        if threading.get_ident() != mine or ends or not isinstance(positions, Tensor):
+            return None
+        if tuple(positions.shape[-2:]) not in ((1, 1), (_ROWS, 1)):
             return None
         axes = _places(length, len(positions) if positions.ndim == 3 else 1)
         return (), {**given, POSITIONS: axes.reshape(*positions.shape[:-2], _ROWS, 1).to(positions)}

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvpolicy.config import load
-from kvpolicy.errors import ContextError, PolicyError, UnsupportedModelError
+from kvpolicy.errors import ContextError, InactiveSessionError, PolicyError, UnsupportedModelError
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report
 from kvpolicy.session import Session
@@ -118,7 +118,13 @@ def compress(policy: Policy, model: nn.Module, inputs: Any, question: Any = None
         model(**_call(model, tokens, rest), **{cache_name(model): cache})  # type: ignore[arg-type]
         deltas = deltas_of(model)
         disown(cache)
-    if run_of(cache) is None:
+    run = run_of(cache)
+    if run is not None and run.policy is not policy:
+        raise InactiveSessionError(
+            f"compress: expected the cache to itself, but a session of policy '{run.policy.name}', entered meanwhile on "
+            "the same model by another thread, took it: let one wait for the other"
+        )
+    if run is None:
         raise UnsupportedModelError(f"{type(model).__name__}: it has no full-attention layer to compress")
     held = Held(cache, tokens.join(last), deltas)
     held.check_padding(held.tokens, "inputs")

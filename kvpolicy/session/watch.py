@@ -64,6 +64,10 @@ class _Watched(Bound):
         functools.update_wrapper(self, module.generate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.watches:
+            # Bound in a session that has ended: what the module has now counts.
+            now = vars(self._module).get("generate")
+            return (now if isinstance(now, _Watched) else self._generate)(*args, **kwargs)
         given = inspect.signature(self._generate).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         # The innermost takes new caches. Those that are not its own were refused, or let in, when their session was.

@@ -129,6 +129,7 @@ class EvictingLayer(DynamicLayer):
             values=mark(values),
             positions=positions,
             start=start,
+            new=new,
             plain=self.owner.plain,
             shared=self.shared,
             cut=cut,
