@@ -121,8 +121,8 @@ def compress(policy: Policy, model: nn.Module, inputs: Any, question: Any = None
     run = run_of(cache)
     if run is not None and run.policy is not policy:
         raise InactiveSessionError(
-            f"compress: expected the cache to itself, but a session of policy '{run.policy.name}', entered meanwhile on "
-            "the same model by another thread, took it: let one wait for the other"
+            f"compress: expected the cache to itself, but a session of policy '{run.policy.name}', entered meanwhile "
+            "on the same model by another thread, took it: let one wait for the other"
         )
     if run is None:
         raise UnsupportedModelError(f"{type(model).__name__}: it has no full-attention layer to compress")
