@@ -27,12 +27,13 @@ with heads of different ones. Then come four tokens one by one, and three at onc
   eviction.
 
 *Layers* are the kinds of the tiny model's cache layers. A *derived* one holds what the model makes its keys and values
-from, a latent for instance; all heads then keep the same tokens. *Error* is relative to what evicting changes.
+from, a latent for instance; all heads then keep the same tokens. *Error* is the largest of a logit after eviction,
+*effect* the largest change of one that evicting makes, under the policy that changes least.
 
 To judge the transformers you have installed: `python -m kvpolicy.testing.architectures`. It takes a minute or two.
 
-| class | model type | state | layers | evicted / left alone | error | why not |
-| --- | --- | --- | --- | --- | --- | --- |
+| class | model type | state | layers | evicted / left alone | error | effect | why not |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -64,6 +65,6 @@ def states(text: str) -> dict[tuple[str, str], str]:
 
 def _cells(row: Row) -> list[str]:
     shorter = f"{row.evicted} / {row.left}" if row.evicted else ""
-    error = f"{row.error / row.effect:.0e}" if row.effect else ""
+    error, effect = (f"{row.error:.0e}", f"{row.effect:.2f}") if row.effect else ("", "")
     reason = row.reason.replace("|", "\\|")
-    return [f"`{row.case.name}`", f"`{row.case.model_type}`", row.verdict, row.kinds, shorter, error, reason]
+    return [f"`{row.case.name}`", f"`{row.case.model_type}`", row.verdict, row.kinds, shorter, error, effect, reason]
