@@ -472,6 +472,15 @@ def test_autocast_scores_in_float32(model: PreTrainedModel, name: str) -> None:
     assert [sum(layer.kept[0]) for layer in cache.layers] == [80] * 3
 
 
+@pytest.mark.parametrize("name", ["snapkv", "ecokv-ada-kv"])
+def test_autocast_scores_in_float32_at_the_end_of_a_prompt_too(model: PreTrainedModel, name: str) -> None:
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load(name, budget=40).on(model) as run, torch.autocast("cpu", dtype=torch.bfloat16), run.prompt():
+        for chunk in tokens(1, 60).split(20, dim=1):
+            forward(model, chunk, cache, None)
+    assert [sum(layer.kept[0]) for layer in cache.layers] == [80] * 3
+
+
 @pytest.mark.parametrize("name", ["snapkv", "ada-kv"])
 def test_a_cache_outlives_inference_mode(model: PreTrainedModel, name: str) -> None:
     cache = DynamicCache(config=model.config)

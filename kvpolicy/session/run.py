@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -56,6 +58,8 @@ class CacheRun:
         self, policy: Policy, evictable: list[int], owner: RunOwner, before_rope: BeforeRope | None = None
     ) -> None:
         self.policy = policy
+        # Once: a walk over the score tree for each token and layer is a tenth of a small model's decoding.
+        self._window = policy.needs.queries
         self._before_rope = before_rope
         self._facts = Facts()
         self.owner = owner
@@ -202,9 +206,7 @@ class CacheRun:
         now.reached.add(layer.index)
         layer.scaling = attended.scaling
         layer.shared = attended.derived is not None
-        # Scores are float32 whatever the model computes in, and what is stored outlives `torch.inference_mode`.
-        device = attended.query.device
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with _apart(attended.query.device):
             if self.policy.trivial:
                 layer.own()
             else:
@@ -231,19 +233,18 @@ class CacheRun:
                     "only: read the prompt in one pass, or declare `prefill: chunks`"
                 )
             if layer.seen:
-                with torch.inference_mode(False), torch.no_grad():
+                with _apart(layer.padded()[0].device):
                     self._evict(layer, read, layer.seen, None)
                 self.report.layers[layer.index] = record(layer)
 
     def _record_queries(self, layer: EvictingLayer, query: Tensor, now: Pass) -> None:
-        size = self.policy.needs.queries
-        unread_after = unread(now.prompt, layer.seen)
-        if not size or (now.point is None and not unread_after and self.policy.decode is None):
+        later = self.policy.decode is not None or unread(now.prompt, layer.seen)
+        if not self._window or (now.point is None and not later):
             return
         with self.report.stopwatch.time("capture", query.device):
             visible = now.visible(layer.seen)
             start = layer.seen - (now.new or 0)
-            layer.window = extend(layer.window, query, visible, start, size)
+            layer.window = extend(layer.window, query, visible, start, self._window)
 
     def _evict(self, layer: EvictingLayer, now: Pass, point: int, derived: tuple[Tensor, Tensor] | None) -> None:
         policy, time = self.policy, self.report.stopwatch.time
@@ -255,8 +256,8 @@ class CacheRun:
             view = self._view(layer, stored, visible, point, derived)
             if now.budgets is None:
                 now.budgets = policy.layer_slots(view.seen, len(self._depth))
+                self._hidden = None if visible is None else (~visible[:, :point]).sum(-1)
             tokens = now.budgets[:, self._depth[layer.index]].to(device)
-            self._hidden = None if visible is None else (~visible[:, :point]).sum(-1)
             grace = policy.decode.grace if policy.decode is not None and now.decoding else 0
             view = policy.protect(view, tokens, grace=grace)
         with time("score", device):
@@ -333,6 +334,13 @@ class CacheRun:
             if not layer.seen:
                 self._ended = self._hidden = None
         self.report.layers[layer.index] = record(layer)
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Scores are float32 whatever the model computes in, and what is stored outlives `torch.inference_mode`."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def run_of(cache: Any) -> CacheRun | None:
