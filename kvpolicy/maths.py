@@ -56,6 +56,15 @@ def ranks(scores: Tensor) -> Tensor:
     )
 
 
+def newest(mask: Tensor, count: Tensor | int) -> Tensor:
+    """Return the last `count` True slots of each head of `mask`, bool ``[B, Hkv, T]``; all of them where it has fewer.
+
+    >>> newest(torch.tensor([[[True, False, True, True]]]), 2).tolist()
+    [[[False, False, True, True]]]
+    """
+    return mask & (mask.flip(-1).cumsum(-1).flip(-1) <= count)
+
+
 def from_zero(scores: Tensor, mask: Tensor) -> Tensor:
     """Return `scores` ``[B, Hkv, T]``, shifted up per head where one at a True slot of `mask` is below 0.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
 from kvpolicy.errors import PluginError, SettingError
+from kvpolicy.maths import newest
 from kvpolicy.plugin import (
     HeadBudget,
     LayerBudget,
@@ -190,10 +191,8 @@ class Policy:
         """
         protected = self.select.protect(view, tokens)
         if grace:
-            newest_first = view.valid.flip(-1).cumsum(-1).flip(-1)
-            spare = view.valid & ~protected & (newest_first <= grace)
             room = tokens[:, None, None] - protected.sum(-1, keepdim=True)
-            protected = protected | (spare & (spare.flip(-1).cumsum(-1).flip(-1) <= room))
+            protected = protected | newest(newest(view.valid, grace) & ~protected, room)
         return view.decide(view.valid & ~protected)
 
     def scores(self, view: LayerView, *, peers: HeadGroup | None = None) -> tuple[Tensor, Tensor | None]:

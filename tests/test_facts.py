@@ -11,36 +11,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from watching import SEEN, Watching
 
 import kvpolicy
 from kvpolicy.errors import PluginError, PolicyError, UnsupportedModelError, ViewError
 from kvpolicy.maths import cosine_redundancy
-from kvpolicy.plugin import settings
 from kvpolicy.policy import Budget, Decode, Policy
 from kvpolicy.selectors.top_k import TopK
 from kvpolicy.testing.models import tiny
 from kvpolicy.testing.oracle import forward
 from kvpolicy.types import LayerView, Needs
 
-SEEN: list[LayerView] = []
-
-
-@settings
-class Watching:
-    """Scores at random and remembers what it saw."""
-
-    name = "watching"
-    needs = Needs(pre_rope=True)
-
-    def __call__(self, view: LayerView) -> Tensor:
-        SEEN.append(view)
-        return torch.rand(view.valid.shape, generator=torch.Generator().manual_seed(view.layer))
-
 
 def watching(budget: int = 24, **kwargs: Any) -> Policy:
     SEEN.clear()
     return Policy(
-        name="watching", score=Watching(), budget=Budget(tokens=budget), select=TopK(sinks=2, recent=4), **kwargs
+        name="watching",
+        score=Watching(pre_rope=True),
+        budget=Budget(tokens=budget),
+        select=TopK(sinks=2, recent=4),
+        **kwargs,
     )
 
 

@@ -432,7 +432,6 @@ def test_nothing_of_the_plain_store_is_held() -> None:
         noise(0, 1, 2, 20, 6), noise(1, 1, 2, 20, 5), None, Selection.from_mask(kept(torch.tensor([[9, 9]]), 20))
     )
     store = Quantized(group=GROUP)(plain)
-    store.own()
     before = [part.clone() for part in store.padded()]
     assert not storages(plain, {}).keys() & storages(store, {}).keys()
     for part in plain.padded():

@@ -16,10 +16,10 @@ from releases import installed
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2_5OmniThinkerConfig
 from transformers.cache_utils import DynamicCache
+from watching import SEEN, Watching
 
 import kvpolicy
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.plugin import settings
 from kvpolicy.policy import Budget, Policy
 from kvpolicy.selectors.top_k import TopK
 from kvpolicy.session.decoder import cache_name, find_decoders
@@ -29,7 +29,7 @@ from kvpolicy.testing.architectures.hide import hiding
 from kvpolicy.testing.models import tiny
 from kvpolicy.testing.vision import FAMILIES, Prompt, Replay, converse, prompt, tiny_model
 from kvpolicy.testing.vision.replay import ANSWER, TURN, projections
-from kvpolicy.types import MODALITIES, LayerView, Needs
+from kvpolicy.types import MODALITIES
 
 EXACT = {"rtol": 0, "atol": 1e-9}
 """A thousand roundings of float64 on logits of size ten."""
@@ -139,22 +139,9 @@ def test_policies_that_ask_for_more(family: str, name: str) -> None:
     same_as_replay(model, POLICIES[name], prompt(model, ROWS["two rows"]), KINDS.get(family, ([0, 1, 2], []))[0])
 
 
-SEEN: list[LayerView] = []
-
-
-@settings
-class Watching:
-    """Scores at random and remembers what it saw."""
-
-    name = "watching"
-    needs = Needs(modality=True)
-
-    def __call__(self, view: LayerView) -> Tensor:
-        SEEN.append(view)
-        return torch.rand(view.valid.shape, generator=torch.Generator().manual_seed(view.layer))
-
-
-WATCHING = Policy(name="watching", score=Watching(), budget=Budget(tokens=18), select=TopK(sinks=1, recent=2))
+WATCHING = Policy(
+    name="watching", score=Watching(modality=True), budget=Budget(tokens=18), select=TopK(sinks=1, recent=2)
+)
 
 
 def seen_modality(model: PreTrainedModel, given: Prompt) -> None:

@@ -1,5 +1,5 @@
 """Attend: later tokens see what is kept, through the model's own attention function."""
 
-from kvpolicy.attend.switch import SUPPORTED, restore, switch
+from kvpolicy.attend.switch import restore, switch
 
-__all__ = ["SUPPORTED", "restore", "switch"]
+__all__ = ["restore", "switch"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy.errors import SettingError
 from kvpolicy.hookspecs import hookimpl
-from kvpolicy.maths import ranks
+from kvpolicy.maths import newest, ranks
 from kvpolicy.plugin import Modalities, settings
 from kvpolicy.selectors.top_k import TopK
 from kvpolicy.types import LayerView, Modality, Needs, Selection
@@ -72,7 +72,7 @@ class ByModality:
             return found
         more = view.valid & view.holds(self.protected) & ~found
         room = tokens[:, None, None] - found.sum(-1, keepdim=True)
-        return found | (more & (more.flip(-1).cumsum(-1).flip(-1) <= room))
+        return found | newest(more, room)
 
     def __call__(self, view: LayerView, scores: Tensor, lengths: Tensor) -> Selection:
         """Return the kept slots, `lengths` (int64 ``[B, Hkv]``) of them a head.

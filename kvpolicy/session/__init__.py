@@ -204,7 +204,6 @@ class Session(Bound):
             return None
         run = CacheRun(self.policy, evictable, self, self._before_rope.get(id(decoder)))
         take_over(cache, evictable, run)
-        self.report = run.report
         run.report.left_alone = [index for index in range(len(cache.layers)) if index not in evictable]
         return run
 

@@ -21,14 +21,11 @@ from kvpolicy.session.inputs import Tokens, read_question
 from kvpolicy.session.layers import evicting_layers
 from kvpolicy.session.positions import Deltas, deltas_of, keepers, keeping
 from kvpolicy.session.run import CacheRun, run_of
-from kvpolicy.session.watch import setting
+from kvpolicy.session.watch import DRAFTS, setting
 from kvpolicy.store.layer import EvictingLayer
 
 _REPEATED = ("num_beams", "num_return_sequences")
 """Settings of `generate` by which it repeats the rows it is given."""
-
-_DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")
-"""Settings with which transformers reads again all that a cache has already seen."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +174,10 @@ class Fork:
                 f"fork.generate: expected a question, as this context was compressed without one{spread}"
             )
         held.check_padding(told, "question")
-        known = {name: setting(model, settings, name) for name in (*_DRAFTS, *_REPEATED)}
+        known = {name: setting(model, settings, name) for name in (*DRAFTS, *_REPEATED)}
         if settings.get("use_cache") is False:
             raise ContextError("fork.generate: expected use_cache=True, as what was kept is in a cache")
-        drafts = [name for name in _DRAFTS if known[name]]
+        drafts = [name for name in DRAFTS if known[name]]
         if drafts:
             raise UnsupportedModelError(
                 f"fork.generate({drafts[0]}=...): expected decoding without drafts, with which transformers would read "

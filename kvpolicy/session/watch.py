@@ -17,7 +17,9 @@ from kvpolicy.session.bound import Bound
 from kvpolicy.session.when import Prompt
 
 _NAMES = ("generate", "generate_batch")
-_DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")
+DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")
+"""Settings of `generate` that ask for drafts of another model or of the prompt."""
+
 _OWN_DRAFTS = ("assistant_early_exit", "use_mtp", "speculation_type")
 
 
@@ -117,7 +119,7 @@ def _prompt(module: Any, given: dict[str, Any], policy: Policy) -> Prompt:
                 f"generate({name}=...): expected drafts of another model or of the prompt, got drafts of the model "
                 "itself, from whose cache its session would evict"
             )
-    drafts = [name for name in _DRAFTS if setting(module, given, name)]
+    drafts = [name for name in DRAFTS if setting(module, given, name)]
     if drafts:
         _check_drafts(module, given, policy, drafts[0])
     if not drafts and setting(module, given, "prefill_chunk_size") is None:

@@ -144,9 +144,6 @@ class QuantizedStore:
         for store in (self._slots, self._ends, self._newest):
             store.take_rows(rows)
 
-    def own(self) -> None:
-        """Do nothing: all that is held was copied."""
-
     def _with_newest(self, positions: Tensor | None) -> Tensor | None:
         """Return the positions of quantized slots followed by those of the newest."""
         if positions is None:
