@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from kvpolicy.attend.function import attention
-from kvpolicy.attend.masks import cut_mask
+from kvpolicy.attend.masks import cut_mask, part
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.step import Step, mark, tag
 from kvpolicy.store import build
@@ -50,6 +53,16 @@ def test_cut_mask(kind: str, implementation: str) -> None:
                     assert bool(visible[b, h, q, t]) == want
                     if got.dtype != torch.bool and not want:
                         assert got[b, h, q, t] == lowest
+
+
+def test_a_part_of_a_block_mask_is_the_part_of_a_tensor() -> None:
+    shown = torch.rand(BATCH, 1, 7, 9, generator=torch.Generator().manual_seed(0)) < 0.6
+    block = create_block_mask(lambda b, h, q, t: shown[b, 0, q, t], BATCH, None, 7, 9, device="cpu")
+    rows, columns = part(shown, 2, 6, 5), part(block, 2, 6, 5)
+    assert rows.shape == (BATCH, 1, 4, 5) and columns.shape == (BATCH, 1, 4, 5)
+    for b, q, t in itertools.product(range(BATCH), range(4), range(5)):
+        place = [torch.tensor(at) for at in (b, 0, q, t)]
+        assert bool(columns.mask_mod(*place)) == bool(rows[b, 0, q, t])
 
 
 def test_a_mask_of_another_width_is_refused() -> None:

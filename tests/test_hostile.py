@@ -313,11 +313,13 @@ def test_finding_rotations_minds_no_other_thread(model: PreTrainedModel) -> None
 
     one = threading.Thread(target=plain)
     one.start()
-    for _ in range(12):
-        with load("ecokv-pre-rope", budget=1000).on(model):
-            pass
-    stop.set()
-    one.join()
+    try:
+        for _ in range(12):
+            with load("ecokv-pre-rope", budget=1000).on(model):
+                pass
+    finally:
+        stop.set()
+        one.join()
     assert not failed
 
 

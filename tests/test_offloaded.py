@@ -41,7 +41,8 @@ def test_everything_is_as_with_a_plain_store(name: str, side: str, decode: dict[
             for piece in pieces:
                 seen += piece.shape[1]
                 logits.append(oracle.forward(model, piece, cache, mask[:, :seen] if side == "left" else None))
-            cache.crop(0)
+            oracle.forward(model, tokens(2, 1, 4), cache, None)
+            cache.crop(-1)
             cache.reorder_cache(torch.tensor([1, 0, 1]))
             logits.append(oracle.forward(model, tokens(3, 1, 3), cache, None)[:2])
         found.append((torch.cat(logits, dim=1), [layer.held for layer in cache.layers], run.report.bytes))
