@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvpolicy.plugin import Combiner, Scorer
 from kvpolicy.policy import Budget, Policy
-from kvpolicy.types import LayerView
+from kvpolicy.types import Call, LayerView
 
 
 def score(
@@ -39,6 +39,7 @@ def score(
     valid: Tensor | None = None,
     pre_rope_keys: Tensor | None = None,
     modality: Tensor | None = None,
+    call: Call | None = None,
 ) -> Tensor:
     """Return each slot's score, float32 ``[B, Hkv, T]``, higher means keep; -inf where a slot is not valid.
 
@@ -54,11 +55,12 @@ def score(
         valid: bool ``[B, T]`` or ``[B, Hkv, T]``, False for padding, on either side. Default: all valid.
         pre_rope_keys: float32 ``[B, Hkv, T, Dk]``, the keys before RoPE, where something reads them.
         modality: int8 ``[B, Hkv, T]``, 0 text, 1 image, 2 video, 3 audio, where something reads it.
+        call: what the attention module was called with for the T tokens, where something reads it.
 
     Raises:
         ViewError: when the shapes do not fit, or queries are needed and not given.
     """
-    view = _view(queries, keys, values, valid, pre_rope_keys, modality)
+    view = _view(queries, keys, values, valid, pre_rope_keys, modality, call)
     if isinstance(scorer, Policy):
         view = scorer.protect(view, _budget(scorer, view))
         policy = scorer
@@ -77,6 +79,7 @@ def keep(
     valid: Tensor | None = None,
     pre_rope_keys: Tensor | None = None,
     modality: Tensor | None = None,
+    call: Call | None = None,
 ) -> Tensor:
     """Return which slots a policy keeps, bool ``[B, Hkv, T]``, as if the layer were the model's only one.
 
@@ -88,11 +91,12 @@ def keep(
         valid: as in `score`.
         pre_rope_keys: as in `score`.
         modality: as in `score`.
+        call: as in `score`.
 
     Raises:
         ViewError: when the shapes do not fit, or queries are needed and not given.
     """
-    view = _view(queries, keys, values, valid, pre_rope_keys, modality)
+    view = _view(queries, keys, values, valid, pre_rope_keys, modality, call)
     return policy.plan_layer(view, _budget(policy, view)).to_mask(view.slots)
 
 
@@ -107,6 +111,7 @@ def _view(
     valid: Tensor | None,
     pre_rope_keys: Tensor | None,
     modality: Tensor | None,
+    call: Call | None,
 ) -> LayerView:
     view = LayerView(
         keys=keys,
@@ -115,6 +120,7 @@ def _view(
         valid=valid,  # type: ignore[arg-type]
         pre_rope_keys=pre_rope_keys,
         modality=modality,
+        call=call,
     )
     if queries is None or valid is None:
         return view

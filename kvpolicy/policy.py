@@ -132,9 +132,19 @@ class Policy:
         if self.budget.tokens is not None and self.decode is not None and self.decode.grace > self.budget.tokens:
             message = f"expected at most the budget of {self.budget.tokens}"
             raise SettingError(self.name, [(("decode", "grace"), "value_error", message, self.decode.grace)])
+        if self.decode is not None:
+            self._require_no_call("decode", "expected none", self.decode)
+        if self.prefill == "chunks":
+            self._require_no_call("prefill", "expected 'whole'", self.prefill)
         if getattr(self.budget.heads, "by", "score") == "importance" and importance_of(self.score) is None:
             message = f"expected a score with an importance, which '{self.score.name}' has not"
             raise SettingError(self.name, [(("budget", "heads", "by"), "value_error", message, "importance")])
+
+    def _require_no_call(self, setting: str, expected: str, found: object) -> None:
+        reader = next((node for node in walk(self.score) if node.needs.call), None)
+        if reader is not None:
+            why = f"with {reader!r}, which needs what the attention module is called with, there in one pass alone"
+            raise SettingError(self.name, [((setting,), "value_error", f"{expected} {why}", found)])
 
     @property
     def trivial(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _TAG = "_kvpolicy_step"
 
@@ -44,12 +44,14 @@ class Attended:
     """What attention has just read.
 
     Args:
+        module: whose attention it is.
         query: ``[B, Hq, q, Dk]``, those up to where the pass evicts.
         scaling: what ``q @ k`` is multiplied by.
         derived: keys and values ``[B, H, T, D]`` that the model derived from what the layer caches; None where it
             attended to what the layer caches.
     """
 
+    module: nn.Module
     query: Tensor
     scaling: float | None
     derived: tuple[Tensor, Tensor] | None = None

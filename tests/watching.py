@@ -18,10 +18,11 @@ class Watching:
     name = "watching"
     pre_rope: bool = False
     modality: bool = False
+    call: bool = False
 
     @property
     def needs(self) -> Needs:
-        return Needs(pre_rope=self.pre_rope, modality=self.modality)
+        return Needs(pre_rope=self.pre_rope, modality=self.modality, call=self.call)
 
     def __call__(self, view: LayerView) -> Tensor:
         SEEN.append(view)

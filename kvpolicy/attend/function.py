@@ -42,7 +42,7 @@ def attention(
     derived = (key, value) if step.derived(key, value) else None
     if _one_by_one(implementation, step, query, attention_mask, kwargs):
         output = _head_by_head(step, query, scaling)
-        step.attended(Attended(query, scaling))
+        step.attended(Attended(module, query, scaling))
         return output, None
     positions = step.positions
     if step.store.ragged and derived is None:
@@ -54,7 +54,7 @@ def attention(
     if step.cut is None:
         stored = key, value, positions
         result = _read(call, query, stored, attention_mask, start=start, gaps=step.store.ragged)
-        step.attended(Attended(query, scaling, derived))
+        step.attended(Attended(module, query, scaling, derived))
         return result
     if kwargs.get("position_bias") is not None:
         raise UnsupportedModelError("drafts in one pass with the prompt: not with a position bias of the model's own")
@@ -67,7 +67,7 @@ def attention(
     if cut:
         rows = part(attention_mask, 0, cut, point)
         outputs.append(_read(call, before, old, rows, start=start, gaps=step.store.ragged)[0])
-    kept = step.attended(Attended(before, scaling, None if derived is None else old[:2]))
+    kept = step.attended(Attended(module, before, scaling, None if derived is None else old[:2]))
     rows = part(attention_mask, cut, length, seen)
     places = _order(key) if positions is None else positions
     now = key, value, places if kept is None else places.where(kept, -1)

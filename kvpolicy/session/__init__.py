@@ -27,6 +27,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.report import Report
 from kvpolicy.rotary import RotaryRecorder
 from kvpolicy.session.bound import Bound
+from kvpolicy.session.calls import CallWatch
 from kvpolicy.session.decoder import arguments, cache_in, cache_name, find_decoders, uses_cache
 from kvpolicy.session.facts import BeforeRope
 from kvpolicy.session.layers import evictable_layers, evicting_layers, prepare, take_over, why_not
@@ -69,6 +70,9 @@ class Session(Bound):
         self._watch = Watch(model, policy, self._swap)
         self._modality = ModalityWatch(model) if policy.needs.modality else None
         self._before_rope: dict[int, BeforeRope] = {}
+        self._calls: dict[int, CallWatch] = {}
+        if policy.needs.call and not policy.trivial:
+            self._calls = {id(one): CallWatch(one, evictable_layers(one.config)) for one in self._decoders}
         self._now = _Now()
         self._entered = 0
         self._hooks: list[RemovableHandle] = []
@@ -160,9 +164,10 @@ class Session(Bound):
         for decoder in self._decoders:
             attend.restore(decoder.config)
 
-    def _listeners(self) -> list[ModalityWatch | RotaryRecorder]:
+    def _listeners(self) -> list[ModalityWatch | RotaryRecorder | CallWatch]:
         recorders = (before.recorder for before in self._before_rope.values())
-        return [*recorders] if self._modality is None else [self._modality, *recorders]
+        modality = [] if self._modality is None else [self._modality]
+        return [*modality, *recorders, *self._calls.values()]
 
     def _before(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments(decoder, args, kwargs)
@@ -202,7 +207,8 @@ class Session(Bound):
         if not evictable:
             self.cannot_act("it has no full-attention layer to evict from")
             return None
-        run = CacheRun(self.policy, evictable, self, self._before_rope.get(id(decoder)))
+        before_rope, calls = self._before_rope.get(id(decoder)), self._calls.get(id(decoder))
+        run = CacheRun(self.policy, evictable, self, before_rope, calls)
         take_over(cache, evictable, run)
         run.report.left_alone = [index for index in range(len(cache.layers)) if index not in evictable]
         return run

@@ -172,7 +172,7 @@ def _decoder(model: nn.Module) -> PreTrainedModel:
 
 def _call(model: nn.Module, tokens: Tokens, rest: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a forward pass that reads a prompt, as `generate` would call it."""
-    names = forward_names(model)  # type: ignore[arg-type]
+    names = forward_names(model)
     given: dict[str, Any] = {"input_ids": tokens.ids, "use_cache": True, **rest}
     if "logits_to_keep" in names:
         given["logits_to_keep"] = 1

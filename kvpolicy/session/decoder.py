@@ -55,8 +55,8 @@ def _has_own_cache(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel) and not supports(type(module))
 
 
-def forward_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the parameter names of a model's forward, in order, without self."""
+def forward_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the parameter names of a module's forward, in order, without self."""
     kind: Any = type(model)
     return _names(kind)
 
@@ -71,9 +71,9 @@ def cache_name(model: PreTrainedModel) -> str:
     return next(name for name in CACHE_NAMES if name in forward_names(model))
 
 
-def arguments(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of a decoder's forward by name."""
-    return dict(zip(forward_names(decoder), args, strict=False)) | kwargs
+def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a module's forward by name."""
+    return dict(zip(forward_names(module), args, strict=False)) | kwargs
 
 
 def cache_in(given: dict[str, Any]) -> Any:

@@ -102,7 +102,7 @@ class HeadGroup:
 
 
 # What a rank does not tell of its heads.
-_APART = ("keys", "values", "queries", "query_positions", "positions", "pre_rope_keys", "modality")
+_APART = ("keys", "values", "queries", "query_positions", "positions", "pre_rope_keys", "modality", "call")
 
 
 class _Whole(LayerView):

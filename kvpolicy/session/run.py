@@ -15,6 +15,7 @@ from kvpolicy.capture import at_slots, layer_view
 from kvpolicy.errors import ContextError, InactiveSessionError, UnsupportedModelError
 from kvpolicy.policy import Policy
 from kvpolicy.report import LayerRecord, Report
+from kvpolicy.session.calls import CallWatch
 from kvpolicy.session.facts import BeforeRope, Facts
 from kvpolicy.session.layers import evicting_layers, lengths
 from kvpolicy.session.parallel import HeadGroup
@@ -52,15 +53,22 @@ class CacheRun:
         evictable: the indices of the layers it owns.
         owner: the session it belongs to.
         before_rope: takes keys back to before RoPE, where the policy needs it.
+        calls: reads what attention modules are called with, where the policy needs it.
     """
 
     def __init__(
-        self, policy: Policy, evictable: list[int], owner: RunOwner, before_rope: BeforeRope | None = None
+        self,
+        policy: Policy,
+        evictable: list[int],
+        owner: RunOwner,
+        before_rope: BeforeRope | None = None,
+        calls: CallWatch | None = None,
     ) -> None:
         self.policy = policy
         # Once: a walk over the score tree for each token and layer is a tenth of a small model's decoding.
         self._window = policy.needs.queries
         self._before_rope = before_rope
+        self._calls = calls
         self._facts = Facts()
         self.owner = owner
         self.report = Report(policy.name, {index: LayerRecord(index) for index in evictable}, peers=owner.peers)
@@ -77,7 +85,7 @@ class CacheRun:
         if self._read is not None:
             raise InactiveSessionError("this cache is in the midst of a prompt: copy it once the prompt is read")
         # A copied cache has tensors of its own, and the same session.
-        copied = CacheRun(self.policy, list(self._depth), self.owner, self._before_rope)
+        copied = CacheRun(self.policy, list(self._depth), self.owner, self._before_rope, self._calls)
         copied._facts = self._facts
         copied._hidden = self._hidden
         copied.report.left_alone = self.report.left_alone
@@ -103,6 +111,7 @@ class CacheRun:
         self.owner, self._ended = owner, ended
         # Only an eviction asks.
         self._before_rope = None if self.policy.decode is None else before_rope
+        self._calls = None
 
     def state(self) -> State:
         """Return what later evictions need to know of the tokens seen.
@@ -179,11 +188,13 @@ class CacheRun:
                 f"this cache belongs to a session of policy '{self.policy.name}' on another model than the one using it"
             )
         if now.new is None:
-            now.new = new
-            self._facts = self._facts.extended(now.modality)
             start, end = layer.seen, layer.seen + new
             now.decoding = not reads(now.prompt, start, end)
             now.point = eviction_point(self.policy, now.prompt, start=start, end=end, settled=layer.settled_at)
+            if self._calls is not None:
+                self._require_one_pass(now, start, end)
+            now.new = new
+            self._facts = self._facts.extended(now.modality)
         elif now.new != new:
             raise UnsupportedModelError(
                 f"layer {layer.index}: expected the {now.new} new tokens of this pass, got {new}: it does not cache "
@@ -193,6 +204,16 @@ class CacheRun:
         if now.point is None or now.point == layer.seen + new or self.policy.trivial:
             return None
         return now.point - layer.seen
+
+    def _require_one_pass(self, now: Pass, start: int, end: int) -> None:
+        if not unread(now.prompt, end) and (start == 0 or now.point is None):
+            return
+        got = f"a cache that has already seen {start} tokens" if start else "a part of it"
+        raise UnsupportedModelError(
+            f"policy '{self.policy.name}' needs what the attention modules are called with (`call`), which is there "
+            f"during one pass: expected the whole prompt in one pass into an empty cache, got {got}. Read it without "
+            "run.prompt() and prefill_chunk_size, or use scorers that read keys, values and queries alone"
+        )
 
     def attended(self, layer: EvictingLayer, attended: Attended) -> Tensor | None:
         """Evict from `layer` if the pass is due to, and record what it holds."""
@@ -212,7 +233,7 @@ class CacheRun:
             else:
                 self._record_queries(layer, attended.query, now)
                 if now.point is not None:
-                    self._evict(layer, now, now.point, attended.derived)
+                    self._evict(layer, now, now.point, attended)
         self.report.layers[layer.index] = record(layer)
         return now.kept.get(layer.index)
 
@@ -246,7 +267,8 @@ class CacheRun:
             start = layer.seen - (now.new or 0)
             layer.window = extend(layer.window, query, visible, start, self._window)
 
-    def _evict(self, layer: EvictingLayer, now: Pass, point: int, derived: tuple[Tensor, Tensor] | None) -> None:
+    def _evict(self, layer: EvictingLayer, now: Pass, point: int, attended: Attended | None) -> None:
+        derived = None if attended is None else attended.derived
         policy, time = self.policy, self.report.stopwatch.time
         tail = layer.seen - point
         stored = layer.padded()
@@ -254,6 +276,8 @@ class CacheRun:
         with time("capture", device):
             visible = now.visible(layer.seen)
             view = self._view(layer, stored, visible, point, derived)
+            if self._calls is not None and attended is not None:
+                view = replace(view, call=self._calls.of(attended.module, read=layer.seen, end=point))
             if now.budgets is None:
                 now.budgets = policy.layer_slots(view.seen, len(self._depth))
                 self._hidden = None if visible is None else (~visible[:, :point]).sum(-1)

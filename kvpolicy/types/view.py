@@ -1,54 +1,15 @@
-"""Frozen values handed between stages: `Needs`, `LayerView`, `Selection`, `Plan`.
-
-Every stage imports this module and torch, and no other stage.
-"""
+"""`LayerView`: one layer's slots as a scorer sees them, and the same with a reader's limits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor
 
-from kvpolicy.errors import PluginError, ViewError
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a scorer or combiner reads, as data; capture records no more than the union.
-
-    Args:
-        queries: how many of the last queries of each row (the observation window); 0 for none.
-        keys: whether it reads the keys.
-        values: whether it reads the values.
-        pre_rope: whether it reads the keys before RoPE.
-        modality: whether it reads what each slot holds (text, image, ...).
-
-    >>> Needs(queries=8) | Needs(values=True)
-    Needs(queries=8, keys=False, values=True, pre_rope=False, modality=False)
-    """
-
-    queries: int = 0
-    keys: bool = False
-    values: bool = False
-    pre_rope: bool = False
-    modality: bool = False
-
-    def __or__(self, other: Needs) -> Needs:
-        return Needs(
-            queries=max(self.queries, other.queries),
-            keys=self.keys or other.keys,
-            values=self.values or other.values,
-            pre_rope=self.pre_rope or other.pre_rope,
-            modality=self.modality or other.modality,
-        )
-
-
-Modality = Literal["text", "image", "video", "audio"]
-MODALITIES: tuple[Modality, ...] = get_args(Modality)
-"""What a slot can hold; `LayerView.modality` counts in this order."""
+from kvpolicy.errors import UndeclaredReadError, ViewError
+from kvpolicy.types.needs import MODALITIES, Call, Modality, Needs
 
 
 @dataclass(frozen=True)
@@ -70,6 +31,7 @@ class LayerView:
         scaling: what the model multiplies ``q @ k`` by. Default: ``Dk ** -0.5``.
         pre_rope_keys: float32 ``[B, Hkv, T, Dk]``, the keys before RoPE; None unless a policy needs them.
         modality: int8 ``[B, Hkv, T]``, 0 text, 1 image, 2 video, 3 audio; None unless a policy needs it.
+        call: what the attention module was called with; None unless a policy needs it.
         shared: whether all heads keep the same slots, because the model derives its heads from what it caches (MLA):
             a policy then decides by the mean score of the heads.
 
@@ -93,6 +55,7 @@ class LayerView:
     scaling: float = None  # type: ignore[assignment]
     pre_rope_keys: Tensor | None = None
     modality: Tensor | None = None
+    call: Call | None = None
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -125,6 +88,8 @@ class LayerView:
             _expect("pre_rope_keys", self.pre_rope_keys, tuple(self.keys.shape), torch.float32)
         if self.modality is not None:
             _expect("modality", self.modality, (batch, heads, slots), torch.int8)
+        if self.call is not None:
+            _check_call(self.call, batch, slots)
 
     def _check_queries(self, queries: Tensor) -> None:
         batch, heads, slots, size = self.keys.shape
@@ -160,6 +125,31 @@ class LayerView:
     def decide(self, candidates: Tensor) -> LayerView:
         """Return the view with `candidates` (bool ``[B, Hkv, T]``) as the slots that a score decides."""
         return replace(self, candidates=candidates)
+
+    def part(self, row: int, heads: slice, slots: Tensor) -> LayerView:
+        """Return the view of some slots of one row, with those of its queries that exist.
+
+        Args:
+            row: which row of the batch.
+            heads: which KV heads; the query heads that read them come along.
+            slots: int64 ``[n]``, which slots, rising.
+
+        >>> view = LayerView(keys=torch.arange(6.0).view(1, 1, 6, 1), values=torch.zeros(1, 1, 6, 1))
+        >>> view.part(0, slice(None), torch.tensor([1, 4])).keys.flatten().tolist()
+        [1.0, 4.0]
+        """
+        # A reader's limits do not stand in the way here: what it is given has them again.
+        whole = {field.name: object.__getattribute__(self, field.name) for field in fields(LayerView)}
+        part = {name: whole[name][row : row + 1, heads][:, :, slots] for name in _BY_SLOT if whole[name] is not None}
+        if whole["queries"] is not None:
+            first, end, _ = heads.indices(self.kv_heads)
+            group = whole["queries"].shape[1] // self.kv_heads
+            exist = whole["query_positions"][row] >= 0
+            part["queries"] = whole["queries"][row : row + 1, first * group : end * group, exist]
+            part["query_positions"] = whole["query_positions"][row : row + 1, exist]
+        if whole["call"] is not None:
+            part["call"] = whole["call"].part(row, slots)
+        return LayerView(**{**whole, **part, "seen": whole["seen"][row : row + 1]})
 
     def holds(self, modalities: Iterable[Modality]) -> Tensor:
         """Return bool ``[B, Hkv, T]``: which slots hold one of `modalities`.
@@ -201,7 +191,7 @@ class _LimitedView(LayerView):
             if not getattr(read(self, "needs"), _DECLARED[name]):
                 reader = read(self, "reader")
                 setting = f"{_DECLARED[name]}={'N' if _DECLARED[name] == 'queries' else True}"
-                raise PluginError(
+                raise UndeclaredReadError(
                     f"{reader} reads '{name}' but declares {read(self, 'needs')}. Add {setting} to its `needs`."
                 )
             if read(self, _GIVEN[name]) is None:
@@ -210,6 +200,9 @@ class _LimitedView(LayerView):
 
     def __repr__(self) -> str:
         return f"LayerView(layer={self.layer}, valid={list(self.valid.shape)}, read by {self.reader})"
+
+    def part(self, row: int, heads: slice, slots: Tensor) -> LayerView:
+        return super().part(row, heads, slots).limit(self.needs, self.reader)
 
     @property
     def slots(self) -> int:
@@ -224,6 +217,8 @@ class _LimitedView(LayerView):
         return self.queries.shape[1] // self.kv_heads  # type: ignore[union-attr]
 
 
+_BY_SLOT = ("keys", "values", "valid", "positions", "candidates", "pre_rope_keys", "modality")
+
 # What of a view has to be declared -> by which need, and -> the tensor that holds it.
 _DECLARED = {
     "keys": "keys",
@@ -232,86 +227,9 @@ _DECLARED = {
     "query_positions": "queries",
     "pre_rope_keys": "pre_rope",
     "modality": "modality",
+    "call": "call",
 }
 _GIVEN = {name: name for name in _DECLARED} | {"query_positions": "queries"}
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which slots of one layer are kept, packed head after head.
-
-    Args:
-        slots: int64 ``[N]``: the kept slots of (row 0, head 0), then of (row 0, head 1), ...; ascending in each.
-        lengths: int64 ``[B, Hkv]``: how many of them belong to each row and head; they add up to N.
-        layer: the model's own layer index.
-
-    >>> kept = Selection(slots=torch.tensor([0, 3, 1]), lengths=torch.tensor([[2, 1]]))
-    >>> kept[0][0].tolist(), kept[0][1].tolist(), kept.tolist()
-    ([0, 3], [1], [[[0, 3], [1]]])
-    """
-
-    slots: Tensor
-    lengths: Tensor
-    layer: int = 0
-
-    @classmethod
-    def from_mask(cls, keep: Tensor, layer: int = 0) -> Selection:
-        """Return the selection of the True slots of `keep`, bool ``[B, Hkv, T]``."""
-        return cls(slots=keep.nonzero()[:, 2], lengths=keep.sum(-1), layer=layer)
-
-    def to_mask(self, slots: int) -> Tensor:
-        """Return bool ``[B, Hkv, slots]``, True where a slot is kept."""
-        batch, heads = self.lengths.shape
-        mask = torch.zeros(batch * heads, slots, dtype=torch.bool, device=self.slots.device)
-        mask[self.owners(), self.slots] = True
-        return mask.view(batch, heads, slots)
-
-    def owners(self) -> Tensor:
-        """Return int64 ``[N]``: ``row * Hkv + head`` of each entry of `slots`."""
-        lengths = self.lengths.flatten()
-        return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-
-    def of_heads(self, heads: int) -> Selection:
-        """Return the selection of the first `heads` heads of each row alone."""
-        mine = self.owners() % self.lengths.shape[1] < heads
-        return Selection(slots=self.slots[mine], lengths=self.lengths[:, :heads], layer=self.layer)
-
-    def __getitem__(self, row: int) -> tuple[Tensor, ...]:
-        pieces = self.slots.split(self.lengths.flatten().tolist())
-        heads = self.lengths.shape[1]
-        row = range(self.lengths.shape[0])[row]
-        return pieces[row * heads : (row + 1) * heads]
-
-    def __len__(self) -> int:
-        return self.lengths.shape[0]
-
-    def tolist(self) -> list[list[list[int]]]:
-        """Return the kept slots as nested lists: row, head, slot."""
-        return [[head.tolist() for head in self[row]] for row in range(len(self))]
-
-
-@dataclass(frozen=True)
-class Plan(Sequence[Selection]):
-    """What a policy keeps: one `Selection` a layer; ``plan[layer][row][head]`` is a tensor of slots."""
-
-    layers: tuple[Selection, ...]
-
-    @overload
-    def __getitem__(self, index: int) -> Selection: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Selection, ...]: ...
-    def __getitem__(self, index: int | slice) -> Selection | tuple[Selection, ...]:
-        return self.layers[index]
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __iter__(self) -> Iterator[Selection]:
-        return iter(self.layers)
-
-    def tolist(self) -> list[list[list[list[int]]]]:
-        """Return the kept slots as nested lists: layer, row, head, slot."""
-        return [layer.tolist() for layer in self.layers]
 
 
 def _check_stored(keys: Tensor, values: Tensor) -> None:
@@ -326,6 +244,16 @@ def _check_stored(keys: Tensor, values: Tensor) -> None:
         )
     if not keys.shape[2]:
         raise ViewError("keys: expected at least one slot, got none")
+
+
+def _check_call(call: Call, batch: int, slots: int) -> None:
+    told = {"hidden_states": call.hidden_states}
+    if call.position_embeddings is not None:
+        told["cos"], told["sin"] = call.position_embeddings
+    for name, tensor in told.items():
+        if not isinstance(tensor, Tensor) or tensor.ndim != 3 or tensor.shape[:2] != (batch, slots):
+            got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ViewError(f"call: expected {name} [B={batch}, T={slots}, size], got {got}")
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -1,0 +1,88 @@
+"""What a scorer or combiner reads, as data, and the names of what a slot can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvpolicy.errors import PluginError
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a scorer or combiner reads, as data; capture records no more than the union.
+
+    Args:
+        queries: how many of the last queries of each row (the observation window); 0 for none.
+        keys: whether it reads the keys.
+        values: whether it reads the values.
+        pre_rope: whether it reads the keys before RoPE.
+        modality: whether it reads what each slot holds (text, image, ...).
+        call: whether it reads what the attention module was called with.
+
+    Raises:
+        PluginError: when one of them is anything else.
+
+    >>> Needs(queries=8) | Needs(values=True)
+    Needs(queries=8, keys=False, values=True, pre_rope=False, modality=False, call=False)
+    """
+
+    queries: int = 0
+    keys: bool = False
+    values: bool = False
+    pre_rope: bool = False
+    modality: bool = False
+    call: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.queries, int) or isinstance(self.queries, bool) or self.queries < 0:
+            raise PluginError(f"Needs: queries: expected a whole number from 0, got {self.queries!r}")
+        for name in (each.name for each in fields(self) if each.name != "queries"):
+            found = getattr(self, name)
+            if not isinstance(found, bool):
+                raise PluginError(f"Needs: {name}: expected True or False, got {found!r}")
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(
+            queries=max(self.queries, other.queries),
+            keys=self.keys or other.keys,
+            values=self.values or other.values,
+            pre_rope=self.pre_rope or other.pre_rope,
+            modality=self.modality or other.modality,
+            call=self.call or other.call,
+        )
+
+
+Modality = Literal["text", "image", "video", "audio"]
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
+"""What a slot can hold; `LayerView.modality` counts in this order."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an attention module was called with, in the one pass that read every token of a view.
+
+    Args:
+        module: the attention module, as the model has it: with its weights, `layer_idx` and `config`.
+        hidden_states: ``[B, T, d]``, of which it makes queries, keys and values; any float dtype.
+        position_embeddings: cos and sin, ``[B, T, r]`` each, by which RoPE turns its queries and keys; None where it is
+            given none.
+
+    >>> call = Call(torch.nn.Identity(), torch.arange(4.0).view(1, 4, 1))
+    >>> call.part(0, torch.tensor([1, 3])).hidden_states.flatten().tolist()
+    [1.0, 3.0]
+    """
+
+    module: torch.nn.Module
+    hidden_states: Tensor
+    position_embeddings: tuple[Tensor, Tensor] | None = None
+
+    def part(self, row: int, slots: Tensor) -> Call:
+        """Return what it was called with for the slots `slots` (int64 ``[n]``) of one row."""
+        turned = self.position_embeddings
+        if turned is not None:
+            turned = turned[0][row : row + 1, slots], turned[1][row : row + 1, slots]
+        return Call(self.module, self.hidden_states[row : row + 1, slots], turned)
