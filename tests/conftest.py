@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpolicy import models
+from kvpolicy.loading import ALLOW
+from kvpolicy.registry import registry
 
 torch.set_num_threads(2)
 
@@ -30,3 +34,18 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return to
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder on the path, for packages; the registry is loaded anew, now and after."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv(ALLOW, raising=False)
+    before = set(sys.modules)
+    registry.cache_clear()
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+    importlib.invalidate_caches()
+    registry.cache_clear()

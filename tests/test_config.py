@@ -14,14 +14,15 @@ from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
 from kvpolicy.combiners.fixed import Fixed
 from kvpolicy.config import describe, dump, to_yaml
 from kvpolicy.config.source import parse, to_text
-from kvpolicy.registry import Registry, new_manager
+from kvpolicy.loading import built_in
+from kvpolicy.registry import Registry
 from kvpolicy.scorers.cosine_diversity import CosineDiversity
 from kvpolicy.scorers.key_norm import KeyNorm
 from kvpolicy.scorers.random import Random
 from kvpolicy.scorers.snapkv import SnapKV
 from kvpolicy.selectors.top_k import TopK
 
-SHIPPED = Registry(new_manager()).names("policy")
+SHIPPED = Registry(built_in()).names("policy")
 Write = Callable[..., Path]
 
 

@@ -11,7 +11,8 @@ import pytest
 import kvpolicy
 from kvpolicy.config import extend as extend_module
 from kvpolicy.errors import PolicyFileError
-from kvpolicy.registry import Registry, new_manager
+from kvpolicy.loading import built_in, read
+from kvpolicy.registry import Registry
 
 Write = Callable[..., Path]
 
@@ -171,7 +172,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, write: Write) -> No
     assert f"expected a policy file, found no '{tmp_path}/min.yaml'. Did you mean 'mine.yaml'?" in str(missing)
     assert (missing.file, missing.line) == (f"{tmp_path}/min.yaml", None)
     folder = refusal(tmp_path)
-    assert f"{tmp_path}: expected a policy file, cannot read '{tmp_path}': Is a directory" in str(folder)
+    assert f"{tmp_path}: expected a policy file, got '{tmp_path}', which is a folder, pipe or device" in str(folder)
     assert "cannot read" in str(refusal("a\0b.yaml"))
 
 
@@ -218,9 +219,7 @@ def test_a_ring_is_shown(write: Write, tmp_path: Path, files: dict[str, str], ri
 def test_a_ring_through_names_is_shown(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write("extends: b\n", "a.yaml")
     write("extends: a\n", "b.yaml")
-    manager = new_manager()
-    manager.register(_Policies(tmp_path))
-    with_rings = Registry(manager)
+    with_rings = Registry([*built_in(), read(_Policies(tmp_path), "one 1.0")])
     monkeypatch.setattr(extend_module, "registry", lambda: with_rings)
     assert "a -> b -> a" in str(refusal("a"))
 

@@ -1,62 +1,45 @@
-"""The registry: what plugins may offer, whose fault an error is, and a stranger's package."""
+"""The registry: what plugins may offer, and whose fault an error is."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import packages
 import pytest
+from packages import made
 
-from kvpolicy import hookimpl, settings
+from kvpolicy import Needs, settings
+from kvpolicy.contract import CONTRACT, KINDS, fault
 from kvpolicy.errors import PluginError, PolicyError
-from kvpolicy.registry import KINDS, Registry, new_manager, registry
+from kvpolicy.loading import Plugin, Raised, built_in, read
+from kvpolicy.plugin import Score
+from kvpolicy.registry import Registry, registry
 from kvpolicy.scorers.random import Random
 
-
-class Plugin:
-    """A plugin whose hooks return what it is made with."""
-
-    def __init__(self, **hooks: Any) -> None:
-        for name, offer in hooks.items():
-            setattr(self, f"kvpolicy_{name}", hookimpl(_returning(offer, f"kvpolicy_{name}")))
+ORIGINS = ("one 1.0", "two 2.0", "three 3.0")
+PROTECTING = {"protects": 0, "protect": lambda self, view, tokens: view.valid}
 
 
-def _returning(offer: Any, name: str) -> Callable[[], Any]:
-    def hook() -> Any:
-        return offer() if callable(offer) and not isinstance(offer, type) else offer
-
-    hook.__name__ = name
-    return hook
+def plugin(origin: str = "one 1.0", **hooks: Any) -> Plugin:
+    """Return what a distribution offers by its hooks."""
+    return read(packages.Plugin(**hooks), origin)
 
 
-def made(name: str, **attributes: Any) -> type:
-    """Return a plugin class with a name."""
-    return settings(type("Made", (), {"name": name, "__doc__": "Made.", **attributes}))
-
-
-def registered(*plugins: object, origins: Iterable[str] = ("one 1.0", "two 2.0", "three 3.0")) -> Registry:
-    """Return the registry of the built-ins and the plugins, which come from these distributions."""
-    manager = new_manager()
-    named = dict(zip(origins, plugins, strict=False))
-    for origin, plugin in named.items():
-        manager.register(plugin, name=origin)
-    return Registry(manager, {origin: origin for origin in named})
+def registered(*plugins: Plugin) -> Registry:
+    """Return the registry of the built-ins and the plugins."""
+    return Registry([*built_in(), *plugins])
 
 
 def test_the_built_ins_come_from_kvpolicy() -> None:
-    built_in = Registry(new_manager())
-    entry = built_in.get("score", "random")
+    found = registered()
+    entry = found.get("score", "random")
     assert (entry.kind, entry.value) == ("scorer", Random)
-    assert {entry.origin for entry in built_in.entries()} == {f"kvpolicy {version('kvpolicy')}"}
-    assert {entry.kind for entry in built_in.entries()} == {*KINDS, "policy"}
-    assert {(entry.kind, entry.name) for entry in built_in.entries()} <= {
+    assert {entry.origin for entry in found.entries()} == {f"kvpolicy {version('kvpolicy')}"}
+    assert {entry.kind for entry in found.entries()} == {*KINDS, "policy"}
+    assert {(entry.kind, entry.name) for entry in found.entries()} <= {
         (entry.kind, entry.name) for entry in registry().entries()
     }
 
@@ -64,20 +47,22 @@ def test_the_built_ins_come_from_kvpolicy() -> None:
 def test_a_plugin_may_offer_every_kind(tmp_path: Path) -> None:
     (tmp_path / "my-policy.yaml").write_text("extends: snapkv\n")
     (tmp_path / "notes.txt").write_text("no policy")
-    plugin = Plugin(
+    one = plugin(
         scorers=[made("my-score")],
         combiners=[made("my-mix")],
-        budgets=[made("my-layers", stage="layers"), made("my-heads", stage="heads")],
-        selectors=[made("my-choice")],
+        budgets=(cls for cls in [made("my-layers", stage="layers"), made("my-heads", stage="heads")]),
+        selectors=[made("my-choice", **PROTECTING)],
+        stores=[made("my-store")],
         policies=tmp_path,
     )
-    found = [(entry.kind, entry.name) for entry in registered(plugin).entries() if entry.origin == "one 1.0"]
+    found = [(entry.kind, entry.name) for entry in registered(one).entries() if entry.origin == "one 1.0"]
     assert found == [
         ("scorer", "my-score"),
         ("combiner", "my-mix"),
         ("layers", "my-layers"),
         ("heads", "my-heads"),
         ("selector", "my-choice"),
+        ("store", "my-store"),
         ("policy", "my-policy"),
     ]
 
@@ -86,27 +71,41 @@ def test_a_plugin_may_offer_every_kind(tmp_path: Path) -> None:
     ("first", "second", "what"),
     [
         ({"scorers": [made("mine")]}, {"scorers": [made("mine")]}, "scorer 'mine'"),
-        ({"scorers": [made("mine")]}, {"combiners": [made("mine")]}, "r 'mine'"),
-        ({"selectors": [made("mine")]}, {"selectors": [made("mine")]}, "selector 'mine'"),
+        ({"scorers": [made("mine")]}, {"combiners": [made("mine")]}, "combiner 'mine'"),
+        ({"selectors": [made("mine", **PROTECTING)]}, {"selectors": [made("mine", **PROTECTING)]}, "selector 'mine'"),
         ({"budgets": [made("a", stage="heads")]}, {"budgets": [made("a", stage="heads")]}, "heads 'a'"),
     ],
 )
 def test_a_clash_of_names_names_both_distributions(first: Any, second: Any, what: str) -> None:
-    with pytest.raises(PluginError, match=rf"{what}: one 1\.0 and two 2\.0\. Uninstall one of them"):
-        registered(Plugin(**first), Plugin(**second))
+    with pytest.raises(PluginError, match=rf"{what}: one 1\.0 and two 2\.0\. Uninstall one of them, leave it out \(KV"):
+        registered(plugin("one 1.0", **first), plugin("two 2.0", **second))
+
+
+def test_a_clash_with_oneself_is_said() -> None:
+    with pytest.raises(PluginError, match=r"^one 1\.0 offers the scorer 'mine' twice\."):
+        registered(plugin(scorers=[made("mine"), made("mine")]))
 
 
 def test_a_clash_with_a_built_in_names_both(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"the scorer 'random': kvpolicy .+ and one 1\.0\."):
-        registered(Plugin(scorers=[made("random")]))
+        registered(plugin(scorers=[made("random")]))
     (tmp_path / "snapkv.yaml").write_text("score: random\n")
     with pytest.raises(PluginError, match=r"the policy 'snapkv': kvpolicy .+ and one 1\.0\."):
-        registered(Plugin(policies=tmp_path))
+        registered(plugin(policies=tmp_path))
+
+
+def test_after_a_clash_the_registry_is_as_it_was() -> None:
+    found = registered(plugin(scorers=[made("mine")]))
+    before = found.entries()
+    with pytest.raises(PluginError):
+        found.add(plugin("two 2.0", scorers=[made("other"), made("mine")]))
+    assert found.entries() == before
 
 
 def test_one_name_may_stand_in_different_places() -> None:
     budgets = [made("mine", stage="layers"), made("mine", stage="heads")]
-    found = registered(Plugin(scorers=[made("mine")], budgets=budgets, selectors=[made("mine")]))
+    one = plugin(scorers=[made("mine")], budgets=budgets, selectors=[made("mine", **PROTECTING)])
+    found = registered(one)
     assert [found.get(place, "mine").kind for place in ("score", "layers", "heads", "selector")] == [
         "scorer",
         "layers",
@@ -116,137 +115,147 @@ def test_one_name_may_stand_in_different_places() -> None:
 
 
 def test_the_order_of_plugins_does_not_matter() -> None:
-    plugins = [Plugin(scorers=[made(name)]) for name in ("b", "c", "a")]
-    origins = ["one 1.0", "two 2.0", "three 3.0"]
-    pairs = list(zip(plugins, origins, strict=True))
-    listings = []
-    for order in permutations(pairs):
-        found = registered(*(plugin for plugin, _ in order), origins=[origin for _, origin in order])
-        listings.append([(entry.kind, entry.name, entry.value, entry.origin) for entry in found.entries()])
+    plugins = [plugin(origin, scorers=[made(name)]) for origin, name in zip(ORIGINS, ("b", "c", "a"), strict=True)]
+    listings = [registered(*order).entries() for order in permutations(plugins)]
     assert all(listing == listings[0] for listing in listings)
+
+
+def needing(needs: Any) -> dict[str, Any]:
+    return {"scorers": [made("mine", needs=needs)]}
+
+
+def test_what_it_needs_may_be_a_property() -> None:
+    assert plugin(**needing(property(lambda self: Needs()))).entries
 
 
 @pytest.mark.parametrize(
     ("hooks", "says"),
     [
+        ({"scorers": [settings(type("Nameless", (), {}))]}, "scorer Nameless: it has no `name`: what a policy file"),
+        ({"scorers": [made(3)]}, "scorer Made: its `name` is 3, not text"),
+        ({"scorers": [made("my score")]}, "scorer Made: its `name` is 'my score', not such as 'my-score'"),
+        ({"scorers": [made("1e5")]}, "its `name` is '1e5', not such as"),
+        ({"scorers": [made("null")]}, "its `name` is 'null', not such as"),
+        ({"scorers": [made("mine\n")]}, r"its `name` is 'mine\n', not such as"),
+        ({"scorers": [Random()]}, "expected a class, got Random(seed=0)"),
+        ({"scorers": [type("Bare", (), {"name": "bare"})]}, "scorer Bare: expected a class made with @kvpolicy.settin"),
+        ({"scorers": [made("inherited")]}, "scorer Made: expected another name than 'inherited'"),
+        ({"scorers": [made("mine", stage="heads")]}, "scorer Made: it has no `needs`: what it reads, as in needs = "),
+        ({"combiners": [made("mine", stage="heads")]}, "combiner Made: it has no `needs`"),
+        (needing({"keys": True}), "scorer Made: its `needs` is {'keys': True}, not a kvpolicy.Needs or a property"),
+        (needing(lambda self: Needs()), "scorer Made: its `needs` is <function"),
+        ({"scorers": [made("mine", role="importanc")]}, "its `role` is 'importanc', not one of 'importance', 'divers"),
+        ({"selectors": [made("mine")]}, "selector Made: it has no `protects` and no `protect` (see kvpolicy.plugin.Se"),
+        ({"selectors": [made("mine", protects=3)]}, "selector Made: it has no `protect` (see"),
         (
-            {"scorers": [settings(type("Nameless", (), {}))]},
-            "one 1.0: expected a class with a string `name`, got <class",
+            {"stores": [settings(type("Mute", (), {"name": "mute"}))]},
+            "store Mute: it has no `__call__`, which does its",
         ),
-        ({"scorers": [made(3)]}, "one 1.0: expected a class with a string `name`"),  # type: ignore[arg-type]
-        ({"scorers": [Random()]}, "one 1.0: expected a class with a string `name`, got Random(seed=0)"),
-        ({"scorers": [type("Bare", (), {"name": "bare"})]}, "'bare': expected a class made with @kvpolicy.settings"),
-        ({"scorers": [made("inherited")]}, "scorer 'inherited': expected another name"),
-        ({"budgets": [made("mine")]}, "one 1.0: budget 'mine': expected stage = 'layers' or 'heads', got ''"),
-        ({"budgets": [made("mine", stage="head")]}, "expected stage = 'layers' or 'heads', got 'head'"),
-        ({"scorers": None}, "one 1.0: expected a list of classes from kvpolicy_scorers(), got TypeError"),
+        ({"budgets": [made("mine")]}, "budget Made: expected stage = 'layers' or 'heads', got ''"),
+        ({"budgets": [made("mine", stage="store")]}, "expected stage = 'layers' or 'heads', got 'store'"),
+        ({"scorers": None}, "expected a list of classes from kvpolicy_scorers(), got None"),
+        ({"scorers": made("mine")}, "expected a list of classes from kvpolicy_scorers(), got <class"),
         (
             {"policies": "folder"},
-            "one 1.0: expected the folder (a pathlib.Path) of its policies from kvpolicy_policies()",
+            "expected the folder (a pathlib.Path) of its policies from kvpolicy_policies(), got 'f",
         ),
-        ({"policies": Path("/nowhere")}, "of its policies from kvpolicy_policies(), got FileNotFoundError"),
-        ({"selectors": lambda: 1 / 0}, "from kvpolicy_selectors(), got ZeroDivisionError: division by zero"),
+        ({"policies": Path("/nowhere")}, "of its policies from kvpolicy_policies(), got PosixPath('/nowhere')"),
+        ({"scorer": []}, "unknown hook 'kvpolicy_scorer'. Did you mean 'kvpolicy_scorers'"),
+        (
+            {"scorers": lambda registry: []},
+            "expected the hook kvpolicy_scorers(), without arguments, got kvpolicy_scorer",
+        ),
+        ({"scorers": lambda *, registry: []}, "without arguments, got kvpolicy_scorers(*, registry)"),
     ],
 )
 def test_a_wrong_offer_is_its_distributions_fault(hooks: dict[str, Any], says: str) -> None:
     with pytest.raises(PluginError) as caught:
-        registered(Plugin(**hooks))
+        plugin(**hooks)
+    assert str(caught.value).startswith("one 1.0: ")
     assert says in str(caught.value)
-    assert "one 1.0: " in str(caught.value)
+
+
+@pytest.mark.parametrize("hooks", [{"selectors": lambda: 1 / 0}, {"scorers": lambda: (1 / 0 for _ in range(1))}])
+def test_a_hook_that_raises_is_told_from_one_that_is_wrong(hooks: dict[str, Any]) -> None:
+    with pytest.raises(Raised) as caught:
+        plugin(**hooks)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_hook_may_have_parameters_that_no_call_gives() -> None:
+    assert plugin(scorers=lambda only=None, *more, **named: [made("mine")]).entries
+
+
+def test_a_hook_of_a_later_kvpolicy_may_be_optional() -> None:
+    from kvpolicy import hookimpl
+
+    class Later:
+        @hookimpl(optionalhook=True)
+        def kvpolicy_painters(self, canvas: object) -> None: ...
+
+    assert read(Later(), "one 1.0").entries == ()
+
+
+def stating(contract: Any) -> packages.Plugin:
+    module = packages.Plugin(scorers=[made("mine")])
+    module.kvpolicy_contract = contract  # type: ignore[attr-defined]
+    return module
+
+
+def test_a_plugin_may_state_its_contract() -> None:
+    assert read(stating(CONTRACT), "one 1.0").contract == CONTRACT
+    assert plugin(scorers=[made("mine")]).contract == 1
+    newer = f"one 1.0 is written for contract {CONTRACT + 1}, this kvpolicy {version('kvpolicy')} offers {CONTRACT}: up"
+    with pytest.raises(PluginError, match=newer):
+        read(stating(CONTRACT + 1), "one 1.0")
+
+
+@pytest.mark.parametrize("contract", ["1", 1.0, True, 0, None])
+def test_a_contract_is_a_whole_number(contract: Any) -> None:
+    with pytest.raises(PluginError, match=r"one 1\.0: kvpolicy_contract: expected a whole number from 1, got"):
+        read(stating(contract), "one 1.0")
+
+
+def test_every_built_in_keeps_the_contract_as_an_instance() -> None:
+    for entry in registered().entries():
+        if entry.kind != "policy" and not any("Score" in str(hint) for hint in entry.value.__annotations__.values()):
+            assert fault(entry.value(), entry.kind) == "", entry.name
+
+
+def test_a_score_in_python_is_checked_alike() -> None:
+    @settings
+    class Mix:
+        name = "mix"
+        needs = Needs()
+        one: Score
+
+    class Late:
+        name = "late"
+        needs = property(lambda self: "keys")
+
+        def __call__(self, view: Any) -> Any: ...
+
+    for one, says in [
+        ("snapkv", "mix: one: expected a scorer or combiner, not what a policy file would hold (kvpolicy.load({...}) "),
+        (Random, "one: expected a scorer or combiner, an instance: Random()"),
+        (Late(), "one: expected a scorer or combiner, not a Late: its `needs` is 'keys', not a kvpolicy.Needs"),
+        (object(), "one: expected a scorer or combiner, not a object: it has no `name`"),
+    ]:
+        with pytest.raises(PolicyError) as caught:
+            Mix(one=one)  # type: ignore[arg-type]
+        assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("field", "value"), [("queries", -1), ("queries", True), ("queries", 1.0), ("keys", "yes")])
+def test_needs_are_checked_when_they_are_made(field: str, value: Any) -> None:
+    with pytest.raises(PluginError, match=f"Needs: {field}: expected .+, got {value!r}"):
+        Needs(**{field: value})
 
 
 def test_an_unknown_name_lists_the_nearest() -> None:
     with pytest.raises(PolicyError, match=r"unknown scorer or combiner 'snapkb'\. Did you mean 'snapkv'"):
-        Registry(new_manager()).get("score", "snapkb")
-    with pytest.raises(PolicyError, match=r"unknown head budget 'pyramid'. Known: adaptive, uniform\."):
-        Registry(new_manager()).get("heads", "pyramid")
-
-
-# A stranger's package, installed: a module and what an installer writes beside it.
-
-SCORER = """
-import torch
-from kvpolicy import LayerView, Needs, hookimpl, settings
-
-@settings
-class Middle:
-    '''The slots in the middle.
-
-    Args:
-        power: how sharply.
-    '''
-    name = "{name}"
-    source = "{module}"
-    formula = "-|t - T/2|"
-    needs = Needs()
-    power: float = 1.0
-
-    def __call__(self, view: LayerView) -> torch.Tensor:
-        place = torch.arange(view.slots) - view.slots / 2
-        return -place.abs().pow(self.power).expand(view.valid.shape)
-
-@hookimpl
-def {hook}({arguments}):
-    return [Middle]
-"""
-
-
-def install(
-    folder: Path, module: str, *, name: str = "middle", hook: str = "kvpolicy_scorers", arguments: str = ""
-) -> None:
-    (folder / f"{module}.py").write_text(SCORER.format(name=name, module=module, hook=hook, arguments=arguments))
-    info = folder / f"{module}-1.5.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.5\n")
-    # Every such package may well call its entry point alike.
-    (info / "entry_points.txt").write_text(f"[kvpolicy]\nplugin = {module}\n")
-
-
-def with_installed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvpolicy.cli", *arguments]
-    paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths})
-
-
-def test_an_installed_package_is_found(tmp_path: Path) -> None:
-    install(tmp_path, "acme")
-    install(tmp_path, "bravo", name="other")
-    ended = with_installed(tmp_path, "list", "scorers", "--json")
-    assert ended.returncode == 0, ended.stderr
-    rows = {row["name"]: row for row in json.loads(ended.stdout)}
-    assert rows["middle"]["origin"] == "acme 1.5"
-    assert rows["middle"]["description"] == "The slots in the middle."
-    assert rows["other"]["origin"] == "bravo 1.5"
-    (tmp_path / "mine.yaml").write_text("extends: [snapkv, ecokv]\nscore: {importance: {type: middle, power: 2}}\n")
-    ended = with_installed(tmp_path, "show", str(tmp_path / "mine.yaml"), "--json")
-    assert json.loads(ended.stdout)["score"]["importance"] == {"type": "middle", "power": 2.0}
-
-
-def test_installed_packages_that_clash_are_both_named(tmp_path: Path) -> None:
-    install(tmp_path, "acme")
-    install(tmp_path, "bravo")
-    ended = with_installed(tmp_path, "list")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == (
-        "error: two plugins offer the scorer 'middle': acme 1.5 and bravo 1.5. "
-        "Uninstall one of them, or ask its author to rename it.\n"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"hook": "kvpolicy_scorer"}, "unknown hook 'kvpolicy_scorer'"),
-        ({"arguments": "registry"}, "Argument(s) {'registry'} are declared in the hookimpl"),
-        ({"arguments": ") -> list[type]:\n    import nowhere\ndef unused("}, "got ModuleNotFoundError"),
-        ({"name": '" + nonsense + "'}, "name 'nonsense' is not defined"),
-    ],
-)
-def test_an_installed_package_that_is_broken_is_named(tmp_path: Path, wrong: dict[str, str], says: str) -> None:
-    install(tmp_path, "acme", **wrong)
-    ended = with_installed(tmp_path, "list")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("error: acme 1.5: ")
-    assert says in ended.stderr
-    assert "Traceback" not in ended.stderr
+        registered().get("score", "snapkb")
+    with pytest.raises(PolicyError, match=r"unknown policy 'SnapKV'\. Did you mean 'snapkv'"):
+        registered().get("policy", "SnapKV")
+    with pytest.raises(PolicyError, match=r"unknown head budget 'pyramid'. Known: adaptive, uniform\.$"):
+        registered().get("heads", "pyramid")

@@ -8,9 +8,10 @@ import pytest
 import kvpolicy
 from kvpolicy.config import dump, schema
 from kvpolicy.config.source import parse
-from kvpolicy.registry import Registry, new_manager, registry
+from kvpolicy.loading import built_in
+from kvpolicy.registry import Registry, registry
 
-SHIPPED = Registry(new_manager()).names("policy")
+SHIPPED = Registry(built_in()).names("policy")
 
 
 def test_the_schema_is_one() -> None:
@@ -64,7 +65,7 @@ def test_the_schema_tells_an_editor_what_a_setting_is() -> None:
     by = schema()["$defs"]["heads.adaptive"]["properties"]["by"]["description"]
     assert by.startswith('which scores compete: "score"')
     assert by.endswith("which slots a head keeps.")
-    for entry in Registry(new_manager()).entries():
+    for entry in Registry(built_in()).entries():
         if entry.kind != "policy":
             node = schema()["$defs"][f"{entry.kind}.{entry.name}"]
             assert node["description"]

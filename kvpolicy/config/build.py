@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvpolicy.config.source import Item, Place, fault, show
+from kvpolicy.contract import WHAT
 from kvpolicy.errors import NOTHING, PolicyError, PolicyFileError, SettingError, nearest
 from kvpolicy.plugin import child_fields
 from kvpolicy.policy import Budget, Decode, Policy
-from kvpolicy.registry import WHAT, registry
+from kvpolicy.registry import registry
 
 T = TypeVar("T")
 Path = tuple[str, ...]

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvpolicy.config.source import Item, Place, fault, from_python, read, show
+from kvpolicy.contract import INHERITED
 from kvpolicy.errors import PolicyError, PolicyFileError, nearest
 from kvpolicy.plugin import child_fields, role_of
-from kvpolicy.registry import INHERITED, registry
+from kvpolicy.registry import registry
 
 KEYS = ("name", "description", "extends", "score", "budget", "select", "prefill", "decode", "store")
 """What a policy file may say at its top."""

@@ -13,10 +13,11 @@ from pydantic import PydanticInvalidForJsonSchema, TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from kvpolicy.config.docstrings import arguments, summary
+from kvpolicy.contract import INHERITED, WHAT, Entry
 from kvpolicy.errors import PluginError
 from kvpolicy.plugin import child_fields
 from kvpolicy.policy import Budget, Decode, Policy
-from kvpolicy.registry import INHERITED, WHAT, Entry, registry
+from kvpolicy.registry import registry
 
 PLACES = {
     "score": ("scorer", "combiner"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -116,6 +117,9 @@ def read(path: Path, asked: Place | None = None) -> Item:
         PolicyFileError: when it cannot be read or does not hold one mapping.
     """
     place = Place(str(path), file=True)
+    # A pipe or a device may never end.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise fault((asked or place, f"expected a policy file, got {str(path)!r}, which is a folder, pipe or device"))
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:

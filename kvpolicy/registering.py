@@ -1,0 +1,90 @@
+"""`register`: plugins that no package holds, for notebooks and scripts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvpolicy.contract import HOOKS
+from kvpolicy.errors import PluginError
+from kvpolicy.hookspecs import hookimpl
+from kvpolicy.loading import Plugin, Raised, hooks, read
+from kvpolicy.plugin import kind_of
+from kvpolicy.registry import registry
+
+WHAT_EACH_HAS = (
+    "a scorer has `needs`, a combiner has Score or Scores fields, a budget has stage = 'layers' or 'heads', "
+    "a selector has `protect`; anything else comes as an object or a module with hooks (@kvpolicy.hookimpl)"
+)
+
+
+class Registration:
+    """What `register` registered, until `undo` or, in a ``with`` statement, until its end."""
+
+    def __init__(self, plugins: tuple[Plugin, ...]) -> None:
+        self._plugins = plugins
+
+    def undo(self) -> None:
+        """Forget what was registered; a second time does nothing."""
+        registry().remove(*self._plugins)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        offered = [f"{entry.kind} '{entry.name}'" for plugin in self._plugins for entry in plugin.entries]
+        return f"<Registration of {', '.join(offered) or 'nothing'}>"
+
+
+def register(*plugins: Any) -> Registration:
+    """Return a handle on `plugins`, which every policy file, name and command in this process now knows.
+
+    Made again by the same code (the same module and name, as when a cell of a notebook runs again), a class takes the
+    place of the one before. Any other class of a name that is taken is refused.
+
+    Args:
+        plugins: classes of scorers, combiners, budgets and selectors; or modules and other objects with hooks.
+
+    Raises:
+        PluginError: when one of them is none, breaks its contract, raises, or has a name that is taken; then nothing
+            is registered.
+
+    >>> import kvpolicy
+    >>> @kvpolicy.settings
+    ... class Oldest:
+    ...     name = "oldest"
+    ...     needs = kvpolicy.Needs()
+    ...     def __call__(self, view):
+    ...         return -view.positions.float()
+    >>> with kvpolicy.register(Oldest) as registration:
+    ...     policy = kvpolicy.load({"name": "mine", "score": "oldest", "budget": 64})
+    >>> registration
+    <Registration of scorer 'oldest'>
+    >>> policy.score
+    Oldest()
+    """
+    registration = Registration(tuple(_plugin(value) for value in plugins))
+    registry().add(*registration._plugins)
+    return registration
+
+
+def _plugin(value: Any) -> Plugin:
+    module = getattr(value, "__module__", None) or getattr(value, "__name__", None) or type(value).__module__
+    origin = f"module {module} (registered in code)"
+    try:
+        return read(value if hooks(value, origin) else _with_hook(value, origin), origin, in_code=True)
+    except Raised as raised:
+        error = raised.__cause__
+        raise PluginError(f"{origin}: its hooks raised {type(error).__name__}: {error}") from error
+
+
+def _with_hook(cls: object, origin: str) -> SimpleNamespace:
+    """Return what offers a class by the hook that a package would offer it by."""
+    kind = kind_of(cls) if isinstance(cls, type) else ""
+    if not kind:
+        raise PluginError(f"{origin}: expected plugin classes, got {cls!r}: {WHAT_EACH_HAS}")
+    hook = next((hook for hook, offers in HOOKS.items() if offers == kind), "kvpolicy_budgets")
+    return SimpleNamespace(**{hook: hookimpl(lambda: [cls])})

@@ -1,0 +1,105 @@
+"""What every plugin is checked for: what it says of itself, YAML, pickle, and a run in a model."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from pydantic.dataclasses import is_pydantic_dataclass
+
+from kvpolicy.config import load, to_yaml
+from kvpolicy.config.docstrings import summary
+from kvpolicy.config.source import parse
+from kvpolicy.errors import ConformanceError
+from kvpolicy.plugin import kind_of
+from kvpolicy.testing.checks.places import TOKENS, known, policy_with
+from kvpolicy.testing.models import tiny
+from kvpolicy.types import Needs
+
+NEW = 3
+"""How many tokens `generate` makes."""
+
+
+def kind(plugin: Any) -> str:
+    """Return what kind of plugin an instance is.
+
+    Raises:
+        ConformanceError: when it is none that can be checked.
+    """
+    if isinstance(plugin, type):
+        raise ConformanceError(f"expected an instance, {plugin.__name__}(), got the class")
+    found = kind_of(type(plugin))
+    if found not in ("scorer", "combiner", "layers", "heads", "selector"):
+        raise ConformanceError(
+            f"expected a scorer (it has `needs`), a combiner (it has Score or Scores fields), a budget (`stage` is "
+            f"'layers' or 'heads') or a selector (it has `protect`), got {plugin!r}"
+        )
+    if not is_pydantic_dataclass(type(plugin)):
+        raise ConformanceError(f"expected a class made with @kvpolicy.settings, got {type(plugin).__name__}")
+    return found
+
+
+def declaration(plugin: Any) -> None:
+    """It says what it is: name, what it needs, docstring, formula and source."""
+    cls = type(plugin)
+    if not isinstance(getattr(cls, "name", None), str) or not plugin.name:
+        raise ConformanceError(f"{cls.__name__}: expected a class attribute `name`, what a policy file calls it")
+    if not summary(cls):
+        raise ConformanceError("expected a docstring whose first line says what it is, for `kvpolicy list`")
+    for about in ("formula", "source"):
+        text = getattr(plugin, about, None)
+        if not isinstance(text, str) or not text.strip() or "\n" in text:
+            raise ConformanceError(f"expected a class attribute `{about}`, one line for `kvpolicy show`, got {text!r}")
+    needs = getattr(plugin, "needs", Needs())
+    if not isinstance(needs, Needs):
+        raise ConformanceError(f"`needs`: expected a kvpolicy.Needs, got {needs!r}")
+    if kind_of(cls) == "scorer" and getattr(plugin, "role", "importance") not in ("importance", "diversity", "other"):
+        raise ConformanceError(f"`role`: expected 'importance', 'diversity' or 'other', got {plugin.role!r}")
+
+
+def yaml_round_trip(plugin: Any) -> None:
+    """A policy with it, written as YAML and read again, is equal."""
+    policy = policy_with(plugin)
+    with known(plugin):
+        again = load(parse(to_yaml(policy), "its YAML").plain)
+    if again != policy:
+        raise ConformanceError(f"expected the same policy when its YAML is read again, got {again!r} for {policy!r}")
+
+
+def pickle_round_trip(plugin: Any) -> None:
+    """It pickles, and what comes back is equal."""
+    try:
+        again = pickle.loads(pickle.dumps(plugin))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConformanceError(
+            f"expected that it pickles: make its class at the top level of a module, under its own name ({error})"
+        ) from error
+    if again != plugin:
+        raise ConformanceError(f"expected an equal plugin when it is unpickled, got {again!r} for {plugin!r}")
+
+
+def generate(plugin: Any) -> None:
+    """A policy with it runs in `model.generate`, two prompts of which one is padded, and holds its budget."""
+    model: Any = tiny()
+    lengths = (40, 24)
+    ids = torch.arange(3, 3 + 40).repeat(len(lengths), 1)
+    mask = torch.stack([torch.arange(40) >= 40 - length for length in lengths]).long()
+    policy = policy_with(plugin)
+    with policy.on(model) as run:
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0
+        )
+    # The last token is never read.
+    want = TOKENS + NEW - 1
+    for row in range(len(lengths)):
+        kept = [sum(layer["kept"][row]) / len(layer["kept"][row]) for layer in run.report.to_dict()["layers"]]
+        if sum(kept) / len(kept) != want:
+            raise ConformanceError(
+                f"in model.generate: expected {want} slots a KV head, mean of heads and layers, after {NEW} new tokens "
+                f"with a budget of {TOKENS}, got {kept} by layer"
+            )
+
+
+FIRST = {"declaration": declaration, "yaml": yaml_round_trip, "pickle": pickle_round_trip}
+LAST = {"generate": generate}

@@ -1,0 +1,296 @@
+"""What scorers are checked for, and combiners with their children: the scores alone, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.errors import ConformanceError, KVPolicyError, UndeclaredReadError
+from kvpolicy.plugin import children, role_of, walk
+from kvpolicy.testing.checks.memory import largest
+from kvpolicy.testing.checks.tools import alone, expect_on_device, expect_same, expect_untouched, scores_of
+from kvpolicy.testing.views import make_view
+from kvpolicy.types import LayerView, Needs
+
+CASES: dict[str, dict[str, Any]] = {
+    "grouped queries": {"heads": (6, 2)},
+    "a KV head for each query head": {"heads": (3, 3)},
+    "one KV head": {"heads": (4, 1)},
+    "head size 80": {"sizes": (80, 80)},
+    "head size 128": {"sizes": (128, 128)},
+    "keys and values of different sizes": {"sizes": (96, 40)},
+    "one slot": {"slots": 1},
+    "fewer slots than the window": {"slots": 5},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+    "protected slots": {"sinks": 2, "recent": 3},
+}
+"""Views that every score meets."""
+
+
+def checks_of(plugin: Any) -> dict[str, Callable[[Any], None]]:
+    """Return by name the checks that apply to a scorer, or to a combiner with its children."""
+    if needs_of(plugin).call:  # Only a model has that: `generate` runs it in one.
+        return {}
+    return {
+        "undeclared_reads": undeclared_reads,
+        "shapes": shapes,
+        "device": device,
+        "finite": finite,
+        **({"orientation": orientation} if oriented(plugin) else {}),
+        "inputs_untouched": inputs_untouched,
+        "strided_inputs": strided_inputs,
+        "repeatable": repeatable,
+        "batch_mates": batch_mates,
+        "padding": padding,
+        "heads": heads,
+        "permutation": permutation,
+        "half_precision": half_precision,
+        "memory": memory,
+    }
+
+
+def needs_of(plugin: Any) -> Needs:
+    """Return what a scorer, or a combiner and all below it, reads."""
+    needs = Needs()
+    for node in walk(plugin):
+        needs |= node.needs
+    return needs
+
+
+def view_for(plugin: Any, seed: int = 0, **options: Any) -> LayerView:
+    """Return a random view with as many queries as the plugin reads; what is not valid holds nan."""
+    window = max(needs_of(plugin).queries, 1)
+    return make_view(seed, **{"slots": max(24, window + 8), "window": window, **options})
+
+
+def undeclared_reads(plugin: Any) -> None:
+    """It reads nothing that its `needs` does not declare."""
+    for padding in ("none", "left", "ragged"):
+        try:
+            scores_of(plugin, view_for(plugin, padding=padding))
+        except UndeclaredReadError:
+            raise
+        except Exception:  # Another check's fault, which that one shows.
+            continue
+
+
+def shapes(plugin: Any) -> None:
+    """Its scores are float32 ``[B, Hkv, T]`` and finite on every candidate, whatever the shape and dtype of a view."""
+    for case, options in CASES.items():
+        try:
+            scores_of(plugin, view_for(plugin, **options))
+        except KVPolicyError as error:
+            raise ConformanceError(f"with {case}: {error}") from error
+        except Exception as error:
+            raise ConformanceError(f"with {case}: raised {type(error).__name__}: {error}") from error
+
+
+def device(plugin: Any) -> None:
+    """Its scores are on the device of the view."""
+    view = view_for(plugin)
+    expect_on_device(lambda: [scores_of(plugin, view)], view.valid.device)
+
+
+def finite(plugin: Any) -> None:
+    """Its scores are finite when all slots are alike, when they are large, and when no slot is a candidate."""
+    for slots in (1, 40):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            view = view_for(plugin, slots=slots, padding="left", dtype=dtype)
+            sign = torch.where(torch.arange(slots) % 2 == 0, 1.0, -1.0)[:, None]
+            for name, fill in {"all zeros": 0.0, "all alike": -3.5, "large": 6e4 * sign}.items():
+                try:
+                    scores_of(plugin, _filled(view, torch.as_tensor(fill)))
+                except KVPolicyError as error:
+                    raise ConformanceError(f"with {slots} slots, {name}, {dtype}: {error}") from error
+    scores_of(plugin, view.decide(torch.zeros_like(view.valid)))
+
+
+def _filled(view: LayerView, fill: Tensor) -> LayerView:
+    """Return a view whose vectors hold `fill`, one number or one a slot (``[T, 1]``)."""
+
+    def like(old: Tensor) -> Tensor:
+        return (fill if fill.ndim == 0 else fill[-old.shape[2] :]).expand_as(old).to(old.dtype)
+
+    filled: dict[str, Any] = {name: like(old) for name, old in _vectors(view).items()}
+    return replace(view, **filled)
+
+
+def oriented(plugin: Any) -> bool:
+    """Return whether it is known which slot has to score highest: of a diversity, and of an importance by queries."""
+    roles = {role_of(leaf) for leaf in walk(plugin) if not children(leaf)}
+    return roles == {"diversity"} or (roles == {"importance"} and needs_of(plugin).queries > 0)
+
+
+def orientation(plugin: Any) -> None:
+    """Higher means keep: the slot that is unlike all others (diversity), or that every query looks at (importance)."""
+    view = view_for(plugin, batch=1, slots=64 + needs_of(plugin).queries)
+    odd = view.slots // 2
+
+    def with_odd(like: Tensor) -> Tensor:
+        others = _axis(like, 1).expand_as(like).clone()
+        others[:, :, odd] = 4 * _axis(like, 0)
+        return others
+
+    vectors = _vectors(view)
+    queries = vectors.pop("queries")
+    vectors = {name: with_odd(tensor) for name, tensor in vectors.items()}
+    view = replace(view, **vectors, queries=4 * _axis(queries, 0).expand_as(queries))
+    scores = scores_of(plugin, view)
+    # Where neighbours are pooled, those next to it share its score.
+    far = (torch.arange(view.slots) - odd).abs() > 16
+    if not bool((scores[..., odd] > scores[..., far].amax(-1)).all()):
+        leaf = next(leaf for leaf in walk(plugin) if not children(leaf))
+        which = "is unlike all others" if role_of(leaf) == "diversity" else "every query looks at"
+        raise ConformanceError(
+            f"higher means keep: expected the slot that {which} to score above the others, got "
+            f"{scores[0, 0, odd]:.3g} for it and up to {scores[0, 0, far].max():.3g} for them. Turn the sign, or "
+            "say by `role` what it measures"
+        )
+
+
+def _axis(like: Tensor, axis: int) -> Tensor:
+    """Return the unit vector along `axis`, of the size and dtype of the vectors of `like` ``[..., D]``."""
+    return torch.eye(like.shape[-1], dtype=like.dtype)[axis]
+
+
+def _vectors(view: LayerView) -> dict[str, Any]:
+    """Return what a view holds vectors of, by name."""
+    names = ("keys", "values", "queries", "pre_rope_keys")
+    return {name: getattr(view, name) for name in names}
+
+
+def inputs_untouched(plugin: Any) -> None:
+    """It writes into no tensor of the view."""
+    view = view_for(plugin, sinks=1)
+    tensors = [getattr(view, field.name) for field in fields(LayerView)]
+    message = "writes into a tensor of the view, which may be the cache itself: copy it first"
+    expect_untouched(
+        [tensor for tensor in tensors if isinstance(tensor, Tensor)], lambda: scores_of(plugin, view), message
+    )
+
+
+def strided_inputs(plugin: Any) -> None:
+    """Tensors that are not contiguous give the same scores."""
+    view = view_for(plugin)
+
+    def strided(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+    vectors: dict[str, Any] = {name: strided(tensor) for name, tensor in _vectors(view).items()}
+    other = replace(view, **vectors)
+    message = "expected the same scores for tensors that are not contiguous: use reshape, not view"
+    try:
+        got = scores_of(plugin, other)
+    except RuntimeError as error:
+        raise ConformanceError(f"{message} ({error})") from error
+    expect_same(got, scores_of(plugin, view), view.candidates, message)
+
+
+def repeatable(plugin: Any) -> None:
+    """The same view gives the same scores, whatever was scored before and whatever torch's random state is."""
+    view, other = view_for(plugin), view_for(plugin, 1, slots=40)
+    state = torch.get_rng_state()
+    try:
+        torch.manual_seed(1)
+        first = scores_of(plugin, view)
+        drawn = not torch.equal(torch.get_rng_state(), torch.manual_seed(1).get_state())
+        torch.manual_seed(2)
+        scores_of(plugin, other)
+        again = scores_of(plugin, view)
+    finally:
+        torch.set_rng_state(state)
+    if not torch.equal(first, again):
+        raise ConformanceError("expected equal scores when it is called again: it keeps something, or draws numbers")
+    if drawn:
+        raise ConformanceError("draws from torch's own random state: use a torch.Generator with a seed, a setting")
+
+
+def batch_mates(plugin: Any) -> None:
+    """A row scores the same alone and in a batch."""
+    view = view_for(plugin)
+    _expect_alone(plugin, view, "expected that a row scores the same alone and beside others in a batch")
+
+
+def padding(plugin: Any) -> None:
+    """Padding on either side, and slots that are empty in one head alone, change no score."""
+    for side in ("left", "right"):
+        view = view_for(plugin, padding=side)
+        message = f"padding on the {side} changes scores: leave slots outside view.valid out of every sum"
+        _expect_alone(plugin, view, message)
+    holes = view_for(plugin, padding="ragged")
+    vectors: dict[str, Any] = {name: tensor.nan_to_num(nan=1e4) for name, tensor in _vectors(holes).items()}
+    filled = replace(holes, **vectors)
+    message = "slots that are empty in some heads change scores: leave those outside view.valid out of every sum"
+    expect_same(scores_of(plugin, holes), scores_of(plugin, filled), holes.candidates, message)
+
+
+def _expect_alone(plugin: Any, view: LayerView, message: str) -> None:
+    try:
+        together = scores_of(plugin, view)
+    except KVPolicyError as error:
+        raise ConformanceError(f"{message} ({error})") from error
+    for row in range(len(view.valid)):
+        single, slots = alone(view, row)
+        scores = scores_of(plugin, single)
+        expect_same(together[row : row + 1, :, slots], scores, torch.ones_like(single.valid), message)
+
+
+def heads(plugin: Any) -> None:
+    """Heads and rows in another order give the same scores in that order."""
+    view = view_for(plugin, heads=(6, 3))
+    order, queries = torch.tensor([2, 0, 1]), torch.tensor([4, 5, 0, 1, 2, 3])
+    rows = torch.tensor([1, 2, 0])
+    by_head = ("keys", "values", "valid", "candidates", "positions", "pre_rope_keys", "modality")
+    ordered: dict[str, Any] = {name: getattr(view, name)[rows][:, order] for name in by_head}
+    moved = replace(
+        view,
+        **ordered,
+        queries=_vectors(view)["queries"][rows][:, queries],
+        query_positions=view.query_positions[rows],
+        seen=view.seen[rows],
+    )
+    message = "expected that heads and rows in another order give the same scores in that order"
+    expect_same(scores_of(plugin, moved), scores_of(plugin, view)[rows][:, order], moved.candidates, message)
+
+
+def permutation(plugin: Any) -> None:
+    """Slots in another order give the same scores in that order, where every query sees all of them."""
+    view = view_for(plugin, sinks=1, recent=2)
+    view = replace(view, query_positions=torch.full_like(view.query_positions, view.slots - 1))
+    order = torch.randperm(view.slots, generator=torch.Generator().manual_seed(0))
+    by_slot = ("keys", "values", "valid", "candidates", "pre_rope_keys", "modality")
+    ordered: dict[str, Any] = {name: getattr(view, name)[:, :, order] for name in by_slot}
+    moved = replace(view, **ordered)
+    message = (
+        "expected that slots in another order give the same scores in that order; where a slot's place is meant to "
+        "count, say so in expected_failures"
+    )
+    expect_same(scores_of(plugin, moved), scores_of(plugin, view)[..., order], moved.candidates, message)
+
+
+def half_precision(plugin: Any) -> None:
+    """Scores of a bfloat16 view are those of the same numbers in float64."""
+    view = view_for(plugin, dtype=torch.bfloat16, slots=64)
+    vectors: dict[str, Any] = {name: _vectors(view)[name].double() for name in ("keys", "values", "queries")}
+    exact = replace(view, **vectors)
+    # A combiner's children have to return float32 all the same.
+    want = scores_of(plugin, exact) if children(plugin) else plugin(exact.limit(plugin.needs, plugin.name))
+    message = "expected that scores of bfloat16 tensors are summed in float32: take view.keys.float() first"
+    expect_same(scores_of(plugin, view), want, view.candidates, message)
+
+
+def memory(plugin: Any) -> None:
+    """What it allocates grows no faster than the number of slots."""
+    views = [view_for(plugin, slots=slots, batch=1) for slots in (1024, 2048)]
+    small, large = (largest(partial(scores_of, plugin, view)) for view in views)
+    if large > 2.5 * small:
+        raise ConformanceError(
+            f"expected memory linear in the number of slots T, got a tensor {large / small:.1f} times as large for "
+            "twice the slots: make no T x T matrix"
+        )

@@ -1,0 +1,37 @@
+"""The policy that a plugin is checked in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import kvpolicy
+from kvpolicy.plugin import kind_of, walk
+from kvpolicy.policy import Budget, Policy
+from kvpolicy.registry import registry
+from kvpolicy.scorers.key_norm import KeyNorm
+from kvpolicy.selectors.top_k import TopK
+
+TOKENS = 16
+"""The budget of `policy_with`, in slots a KV head."""
+
+
+def policy_with(plugin: Any) -> Policy:
+    """Return a policy that keeps `TOKENS` slots, with the plugin in its place and a plain one in every other."""
+    kind = kind_of(type(plugin))
+    score = plugin if kind in ("scorer", "combiner") else KeyNorm()
+    budget = Budget(tokens=TOKENS, **({kind: plugin} if kind in ("layers", "heads") else {}))
+    select = plugin if kind == "selector" else TopK(sinks=2, recent=4)
+    return Policy(name="conformance", score=score, budget=budget, select=select)
+
+
+@contextmanager
+def known(plugin: Any) -> Iterator[None]:
+    """Register the classes of a plugin and of the plugins below it, for as long as the block lasts."""
+    nodes = list(walk(plugin)) if kind_of(type(plugin)) in ("scorer", "combiner") else [plugin]
+    registered = {entry.value for entry in registry().entries()}
+    with ExitStack() as stack:
+        for cls in {type(node) for node in nodes} - registered:
+            stack.enter_context(kvpolicy.register(cls))
+        yield

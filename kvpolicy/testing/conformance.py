@@ -1,0 +1,192 @@
+"""Checks that a plugin keeps its contract, for its author's tests as for ours.
+
+>>> from kvpolicy.scorers.key_norm import KeyNorm
+>>> check_scorer(KeyNorm())
+>>> [check.name for check in checks(KeyNorm())][:3]
+['declaration', 'yaml', 'pickle']
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.contract import WHAT
+from kvpolicy.errors import ConformanceError, KVPolicyError, nearest
+from kvpolicy.plugin import children
+from kvpolicy.testing.checks import checks_of
+from kvpolicy.testing.checks.of_all import kind
+
+if TYPE_CHECKING:
+    from pytest import MarkDecorator
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of one plugin; called, it raises where the plugin does not keep to its contract.
+
+    Args:
+        name: what it is called in `expected_failures` and in the names of tests.
+        plugin: an instance, with the settings to check it under.
+        run: what checks.
+
+    Raises:
+        ConformanceError: names the plugin, the check and the fault.
+    """
+
+    name: str
+    plugin: Any
+    run: Callable[[Any], None]
+
+    def __call__(self) -> None:
+        who = f"{kind(self.plugin)} '{label(self.plugin)}', check '{self.name}'"
+        try:
+            self.run(self.plugin)
+        except KVPolicyError as error:
+            raise ConformanceError(f"{who}: {error}") from error
+        except Exception as error:
+            raise ConformanceError(f"{who}: raised {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        return f"{label(self.plugin)}-{self.name}"
+
+
+def checks(plugin: Any) -> list[Check]:
+    """Return the checks that apply to a scorer, combiner, budget or selector."""
+    return [Check(name, plugin, run) for name, run in checks_of(plugin).items()]
+
+
+def check_scorer(scorer: Any, *, expected_failures: Mapping[str, str] | None = None) -> None:
+    """Check that a scorer keeps its contract.
+
+    Args:
+        scorer: an instance, with the settings to check it under.
+        expected_failures: names of checks that are known to fail, each with the reason.
+
+    Raises:
+        ConformanceError: with every fault found; also when a check that is expected to fail passes.
+    """
+    _check(scorer, ("scorer",), expected_failures)
+
+
+def check_combiner(combiner: Any, *, expected_failures: Mapping[str, str] | None = None) -> None:
+    """Check that a combiner keeps its contract.
+
+    Args:
+        combiner: an instance, with children that keep theirs.
+        expected_failures: as of `check_scorer`.
+
+    Raises:
+        ConformanceError: as of `check_scorer`.
+    """
+    _check(combiner, ("combiner",), expected_failures)
+
+
+def check_budget(budget: Any, *, expected_failures: Mapping[str, str] | None = None) -> None:
+    """Check that a layer or head budget keeps its contract.
+
+    Args:
+        budget: an instance.
+        expected_failures: as of `check_scorer`.
+
+    Raises:
+        ConformanceError: as of `check_scorer`.
+    """
+    _check(budget, ("layers", "heads"), expected_failures)
+
+
+def check_selector(selector: Any, *, expected_failures: Mapping[str, str] | None = None) -> None:
+    """Check that a selector keeps its contract.
+
+    Args:
+        selector: an instance.
+        expected_failures: as of `check_scorer`.
+
+    Raises:
+        ConformanceError: as of `check_scorer`.
+    """
+    _check(selector, ("selector",), expected_failures)
+
+
+def _check(plugin: Any, kinds: tuple[str, ...], expected: Mapping[str, str] | None) -> None:
+    found_kind = kind(plugin)
+    if found_kind not in kinds:
+        wanted = " or ".join(WHAT.get(each, each) for each in kinds)
+        raise ConformanceError(f"expected a {wanted}, got {plugin!r}, which is a {WHAT.get(found_kind, found_kind)}")
+    expected = _expected(plugin, expected)
+    found: dict[str, list[str]] = {}
+    for check in checks(plugin):
+        try:
+            check()
+        except ConformanceError as error:
+            if check.name not in expected:
+                # What several checks say alike is one fault.
+                found.setdefault(str(error).partition(f"check '{check.name}': ")[2], []).append(check.name)
+        else:
+            if check.name in expected:
+                fault = f"passes, and is expected to fail ({expected[check.name]}): take it off expected_failures"
+                found.setdefault(fault, []).append(check.name)
+    if found:
+        faults = "\n".join(f"- {', '.join(names)}: {fault}" for fault, names in found.items())
+        raise ConformanceError(f"{found_kind} '{label(plugin)}' does not keep its contract:\n{faults}")
+
+
+def parametrize_with_checks(
+    plugins: Iterable[Any], *, expected_failures: Mapping[str, str] | None = None
+) -> MarkDecorator:
+    """Return a pytest decorator that makes one test of each check of each plugin, as the argument ``check``.
+
+    Args:
+        plugins: instances of scorers, combiners, budgets or selectors.
+        expected_failures: names of checks that are known to fail, each with the reason; they show as xfail, and fail
+            where they pass.
+
+    A test file of a plugin is three lines::
+
+        @parametrize_with_checks([MyScorer(), MyScorer(on="values")])
+        def test_conformance(check):
+            check()
+    """
+    import pytest
+
+    params = []
+    for plugin in plugins:
+        expected = _expected(plugin, expected_failures)
+        for check in checks(plugin):
+            reason = expected.get(check.name)
+            xfail = [pytest.mark.xfail(reason=reason, raises=ConformanceError, strict=True)] if reason else []
+            params.append(pytest.param(check, id=str(check), marks=xfail))
+    return pytest.mark.parametrize("check", params)
+
+
+def _expected(plugin: Any, expected: Mapping[str, str] | None) -> Mapping[str, str]:
+    known = checks_of(plugin)
+    for name, reason in (expected or {}).items():
+        if name not in known:
+            raise ConformanceError(
+                f"expected_failures: no check of '{label(plugin)}' is called {name!r}.{nearest(name, known)}"
+            )
+        if not isinstance(reason, str) or not reason.strip():
+            raise ConformanceError(f"expected_failures: expected a reason for {name!r}, got {reason!r}")
+    return expected or {}
+
+
+def label(plugin: Any) -> str:
+    """Return a plugin's name with the settings that differ from their defaults.
+
+    >>> from kvpolicy.scorers.snapkv import SnapKV
+    >>> label(SnapKV(window=8, pooling="max"))
+    'snapkv(window=8,pooling=max)'
+    """
+    below = children(plugin) if not isinstance(plugin, type) else {}
+    parts = []
+    for field in dataclasses.fields(plugin):
+        value = getattr(plugin, field.name)
+        if field.name in below:
+            inside = ",".join(label(child) for child in (value if isinstance(value, tuple) else (value,)))
+            parts.append(f"{field.name}={inside}")
+        elif value != field.default:
+            parts.append(f"{field.name}={value}")
+    return f"{plugin.name}({','.join(parts)})" if parts else plugin.name
