@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +66,26 @@ def test_list_as_json() -> None:
         ("combiners", {"combiner"}),
         ("budgets", {"layers", "heads"}),
         ("selectors", {"selector"}),
+        ("stores", {"store"}),
         ("policies", {"policy"}),
+        ("scorer", {"scorer"}),
+        ("budget", {"layers", "heads"}),
+        ("policy", {"policy"}),
     ],
 )
 def test_list_one_kind(kind: str, kinds: set[str]) -> None:
     assert {row["kind"] for row in json.loads(call("list", kind, "--json")[1])} == kinds
+
+
+def test_list_of_something_else_names_what_there_is() -> None:
+    assert refused("list", "scores") == (
+        "error: expected what to list, got 'scores'. Did you mean 'scorers' or 'stores' or 'selectors'? "
+        "Known: budgets, combiners, policies, scorers, selectors, stores.\n"
+    )
+
+
+def test_version() -> None:
+    assert call("--version") == (0, f"kvpolicy {version('kvpolicy')}\n", "")
 
 
 def test_show_every_part_with_settings_formula_and_source(write: Write) -> None:
@@ -126,6 +143,31 @@ def test_validate_checks_every_file(write: Write) -> None:
     assert first.startswith(f"error: {wrong}:2:23: score.windw: unknown setting of 'snapkv'. Did you mean 'window'?")
     assert second.startswith("error: nowhere.yaml: expected a policy file, found no")
     assert call("validate", str(good))[0] == 0
+
+
+def test_validate_of_a_name_says_what_to_do_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call("validate", "snapkv")
+    assert code == 2
+    assert err == (
+        "error: snapkv: expected a policy file, found no 'snapkv'. That is the name of a policy, and this takes files: "
+        "`kvpolicy show snapkv` shows what it is made of.\n"
+    )
+    assert "name of a policy" not in call("validate", "snapkb")[2]
+    (tmp_path / "snapkv").write_text("extends: ecokv\n")
+    assert call("validate", "snapkv")[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "mine.yaml"
+    if kind == "pipe":
+        os.mkfifo(path)
+    if kind == "folder":
+        path.mkdir()
+    says = f"error: {path}: expected a policy file, got '{path}', which is a folder, pipe or device\n"
+    ended = _process("kvpolicy.cli", "validate", str(path), timeout=60)
+    assert (ended.returncode, ended.stderr) == (2, says)
 
 
 def test_validate_as_json(write: Write) -> None:
@@ -216,13 +258,14 @@ def test_run_reads_the_prompt_before_it_loads_a_model(write: Write) -> None:
     assert "expected text in" in refused("run", "--file", str(write("", "empty.txt")), "--model", "/nowhere")
 
 
-@pytest.mark.parametrize("arguments", [["run", "--dtype", "int8"], ["list", "scorer"], ["show"], ["nonsense"], []])
+@pytest.mark.parametrize("arguments", [["run", "--dtype", "int8"], ["list", "plugins"], ["show"], ["nonsense"], []])
 def test_a_wrong_call_is_exit_code_2(arguments: list[str]) -> None:
     assert call(*arguments)[0] == 2
 
 
-def _process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, check=False)
+def _process(*arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
 
 
 def test_an_error_in_a_real_process_is_one_message_without_traceback(write: Write) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from kvpolicy.cli import plugin
+from kvpolicy.cli.doctor import doctor
 from kvpolicy.cli.listing import list_plugins
 from kvpolicy.cli.run import run
 from kvpolicy.cli.schema import schema
@@ -26,15 +28,35 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from None
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"kvpolicy {version('kvpolicy')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     cls=_Group,
-    help="KV-cache eviction policies for Hugging Face decoders: see, check and run them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """KV-cache eviction policies for Hugging Face decoders: see, check and run them."""
+
+
 app.command("run")(run)
 app.command("list")(list_plugins)
 app.command("show")(show)
 app.command("validate")(validate)
 app.command("schema")(schema)
+app.command("doctor")(doctor)
+app.add_typer(plugin.app, name="plugin")

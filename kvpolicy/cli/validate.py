@@ -35,8 +35,18 @@ def _check(path: Path) -> dict[str, Any]:
         policy = load(path)
     except PolicyFileError as error:
         place = {"file": error.file, "line": error.line, "column": error.column}
-        return {"path": str(path), "ok": False, "error": str(error), **place}
+        return {"path": str(path), "ok": False, "error": f"{error}{_if_a_name(path)}", **place}
     return {"path": str(path), "ok": True, "policy": policy.name}
+
+
+def _if_a_name(path: Path) -> str:
+    """Return what to do instead where `path` is the name of a registered policy and no file."""
+    from kvpolicy.registry import registry
+
+    name = str(path)
+    if name not in registry().names("policy") or path.exists():
+        return ""
+    return f" That is the name of a policy, and this takes files: `kvpolicy show {name}` shows what it is made of."
 
 
 def _print_table(results: list[dict[str, Any]]) -> None:
