@@ -1,17 +1,21 @@
-# make demo | quick | test | test-oldest | lint | format | docs | clean. PYTHON= chooses the Python of the environments.
+# make demo | quick | test | test-oldest | test-kvpress | stranger | lint | format | docs | clean.
+# PYTHON= chooses the Python of the environments.
 
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+KVPRESS := .venv-kvpress
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-oldest lint format docs clean
+.PHONY: help demo quick test test-oldest test-kvpress stranger lint format docs clean
 
 help:
 	@echo "make demo         see eviction at work on a small real model"
 	@echo "make quick        lint, check types, run the tests that are not slow"
 	@echo "make test         lint, check types, run all tests"
 	@echo "make test-oldest  run the tests that need no real model on the oldest transformers that kvpolicy supports"
+	@echo "make test-kvpress run the tests of plugins/kvpolicy-kvpress against the real kvpress"
+	@echo "make stranger     do what docs/first-plugin.md says, in a fresh environment, by the clock"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make format       let ruff rewrite the code"
 	@echo "make docs         build the documentation into site/"
@@ -29,8 +33,15 @@ test: lint
 # Not again: the pages, which are about the newest transformers, and what has nothing to do with any.
 test-oldest: $(OLDEST)/.test
 	$(OLDEST)/bin/python -m pytest -m "not model" tests $(addprefix --ignore-glob=*/test_, \
-	    budgets.py cli.py combiners.py config*.py demo.py docs.py plugin_*.py registry.py schema.py scorers.py \
-	    selectors.py texts.py)
+	    budgets.py cli.py combiners.py config*.py demo.py docs.py doctor.py hooks_page.py loading.py plugin_*.py \
+	    registering.py registry.py schema.py scorers.py selectors.py texts.py)
+
+test-kvpress: $(KVPRESS)/.test
+	cd plugins/kvpolicy-kvpress && $(CURDIR)/$(KVPRESS)/bin/python -m pytest
+
+# The page installs what a user would; the constraint keeps it to the torch that is there already.
+stranger:
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) tests/stranger.py
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check
@@ -45,7 +56,7 @@ docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(KVPRESS) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp stands for one extra of pyproject.toml, installed.
@@ -58,6 +69,12 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 $(OLDEST)/.test: pyproject.toml constraints.txt | $(OLDEST)/bin/pip
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]' \
 	    "$$(sed -n 's/^ *"\(transformers\)>=\(.*\)",$$/\1==\2/p' pyproject.toml)"
+	@touch $@
+
+# kvpress says which transformers.
+$(KVPRESS)/.test: pyproject.toml plugins/kvpolicy-kvpress/pyproject.toml constraints.txt | $(KVPRESS)/bin/pip
+	$(KVPRESS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]' \
+	    --editable './plugins/kvpolicy-kvpress[test]'
 	@touch $@
 
 # Some systems split ensurepip off Python: then the outer pip installs the inner one.

@@ -1,4 +1,4 @@
-"""A stranger's package, as it is published: built and installed by pip, found, composed, and run in a model."""
+"""A stranger's package, as it is published: a wheel that pip installs, found, composed, and run in a model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from kvpolicy.scorers.euclidean_diversity import EuclideanDiversity
+from kvpolicy.testing import checks
 
 SOURCE = Path(__file__).parents[1] / "plugins" / "kvpolicy-example"
 
@@ -38,15 +41,21 @@ print(json.dumps({"score": policy.to_dict()["score"]["diversity"], "layers": run
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder into which pip has installed the package, without any network."""
+    """Return a folder into which pip has installed the package's wheel, without any network."""
     folder = tmp_path_factory.mktemp("plugin")
     # A copy, as setuptools builds beside the source. Its backend is there: torch requires setuptools.
     source = shutil.copytree(SOURCE, folder / "source")
-    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "site"), str(source)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder), str(source))
+    (wheel,) = folder.glob("*.whl")
+    pip("install", "--target", str(folder / "site"), str(wheel))
     return folder / "site"
+
+
+def pip(command: str, *arguments: str) -> None:
+    options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    run = [sys.executable, "-m", "pip", command, *options, *arguments]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def python(site: Path, *arguments: str) -> str:
@@ -88,6 +97,8 @@ def test_the_policy_of_its_readme_is_valid(installed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_own_test_passes(installed: Path) -> None:
+def test_its_own_tests_pass(installed: Path) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", "source"]
-    assert "1 passed" in python(installed, "-m", "pytest", *options, "source/test_kvpolicy_example.py")
+    said = python(installed, "-m", "pytest", *options, "source/test_kvpolicy_example.py").splitlines()[-1]
+    # Each check of each of its two settings, and one more.
+    assert re.match(rf"{2 * len(checks(EuclideanDiversity())) + 1} passed in", said), said

@@ -7,6 +7,8 @@ from torch import Tensor
 from kvpolicy import LayerView, Needs, hookimpl, settings
 from kvpolicy.maths import masked_mean, norms
 
+kvpolicy_contract = 1
+
 
 @settings
 class NormDiversity:
