@@ -11,6 +11,7 @@ Python blocks are run by sybil (see conftest.py). Of the others, a page may say 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvpolicy
+from kvpolicy import errors
 from kvpolicy.cli import app
 from kvpolicy.errors import PolicyFileError
 
@@ -145,6 +147,15 @@ def test_generated_parts_are_up_to_date() -> None:
     for page in PAGES:
         text = page.read_text()
         assert text == generate.rewritten(text), f"{page.name} is out of date: run python docs/generate.py"
+
+
+def test_the_errors_page_has_every_error() -> None:
+    headings = re.findall(r"^### `(\w+)`$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    there = [
+        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+    ]
+    assert sorted([*headings, "KVPolicyError"]) == sorted(there)
+    assert all(issubclass(getattr(errors, name), errors.KVPolicyError) for name in there)
 
 
 def test_every_python_block_is_run() -> None:
