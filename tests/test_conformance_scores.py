@@ -189,7 +189,7 @@ def hidden() -> Any:
 BROKEN_SCORERS = [
     (NoFormula, "declaration", "a class attribute `formula`, one line"),
     (NoDocstring, "declaration", "expected a docstring"),
-    (NoSuchRole, "declaration", "`role`: expected 'importance', 'diversity' or 'other', got 'diverse'"),
+    (NoSuchRole, "declaration", "its `role` is 'diverse', not one of 'importance', 'diversity', 'other'"),
     (HoldsATensor, "yaml", "tensor"),
     (hidden, "pickle", "make its class at the top level of a module"),
     (Nosy, "undeclared_reads", "reads 'keys' but declares"),

@@ -11,11 +11,11 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from kvpolicy.config import load, to_yaml
 from kvpolicy.config.docstrings import summary
 from kvpolicy.config.source import parse
+from kvpolicy.contract import fault
 from kvpolicy.errors import ConformanceError
 from kvpolicy.plugin import kind_of
 from kvpolicy.testing.checks.places import TOKENS, known, policy_with
 from kvpolicy.testing.models import tiny
-from kvpolicy.types import Needs
 
 NEW = 3
 """How many tokens `generate` makes."""
@@ -43,19 +43,14 @@ def kind(plugin: Any) -> str:
 def declaration(plugin: Any) -> None:
     """It says what it is: name, what it needs, docstring, formula and source."""
     cls = type(plugin)
-    if not isinstance(getattr(cls, "name", None), str) or not plugin.name:
-        raise ConformanceError(f"{cls.__name__}: expected a class attribute `name`, what a policy file calls it")
+    if wrong := fault(plugin, kind_of(cls)):
+        raise ConformanceError(wrong)
     if not summary(cls):
         raise ConformanceError("expected a docstring whose first line says what it is, for `kvpolicy list`")
     for about in ("formula", "source"):
         text = getattr(plugin, about, None)
         if not isinstance(text, str) or not text.strip() or "\n" in text:
             raise ConformanceError(f"expected a class attribute `{about}`, one line for `kvpolicy show`, got {text!r}")
-    needs = getattr(plugin, "needs", Needs())
-    if not isinstance(needs, Needs):
-        raise ConformanceError(f"`needs`: expected a kvpolicy.Needs, got {needs!r}")
-    if kind_of(cls) == "scorer" and getattr(plugin, "role", "importance") not in ("importance", "diversity", "other"):
-        raise ConformanceError(f"`role`: expected 'importance', 'diversity' or 'other', got {plugin.role!r}")
 
 
 def yaml_round_trip(plugin: Any) -> None:
