@@ -20,17 +20,16 @@ from kvpolicy.maths import newest
 from kvpolicy.plugin import (
     HeadBudget,
     LayerBudget,
-    Node,
     Score,
     Selector,
     Store,
-    children,
     importance_of,
     settings,
     walk,
 )
 from kvpolicy.selectors.top_k import TopK
 from kvpolicy.store.settings import Plain
+from kvpolicy.tree import check, evaluate
 from kvpolicy.types import LayerView, Needs, Plan, Selection
 
 if TYPE_CHECKING:
@@ -174,7 +173,7 @@ class Policy:
         tokens = self.budget.slots(seen)
         found = self.budget.layers(tokens, seen, layers)
         who = f"layer budget '{self.budget.layers.name}'"
-        _check(found, (len(seen), layers), torch.int64, who)
+        check(found, (len(seen), layers), torch.int64, who)
         total = layers * torch.minimum(tokens, seen)
         if (found.sum(-1) != total).any() or (found < 0).any():
             raise PluginError(f"{who}: expected layers that add up to {total.tolist()}, got {found.tolist()}")
@@ -212,7 +211,7 @@ class Policy:
             view: the layer's slots.
             peers: the ranks that hold the layer's other heads.
         """
-        scores, importance = _evaluate(self.score, view)
+        scores, importance = evaluate(self.score, view)
         if view.shared:
             scores = _mean_of_heads(scores, peers)
             importance = None if importance is None else _mean_of_heads(importance, peers)
@@ -252,7 +251,7 @@ class Policy:
         if peers is not None:
             view, scores = peers.whole(view, scores)
         lengths = heads(view, scores, tokens)
-        _check(lengths, tuple(view.valid.shape[:2]), torch.int64, f"head budget '{heads.name}'")
+        check(lengths, tuple(view.valid.shape[:2]), torch.int64, f"head budget '{heads.name}'")
         held = view.valid.sum(-1)
         least = torch.minimum((held - view.candidates.sum(-1)).clamp(min=1), held)
         if (lengths > held).any() or (lengths < least).any() or (lengths.sum(-1) > held.shape[1] * tokens).any():
@@ -339,56 +338,3 @@ def _mean_of_heads(scores: Tensor, peers: HeadGroup | None) -> Tensor:
     """Return in each head the mean of `scores` ``[B, H, T]`` over all heads."""
     every = scores if peers is None else peers.gather(scores)
     return every.mean(1, keepdim=True).expand_as(scores)
-
-
-def _evaluate(node: Node, view: LayerView) -> tuple[Tensor, Tensor | None]:
-    """Return what a node scores, and its importance part, if it has one: float32 ``[B, Hkv, T]`` each."""
-    below: dict[str, Any] = {}
-    important: dict[str, Any] = {}
-    decided = _decided(node, view)
-    for field, child in children(node).items():
-        own = view.decide(view.candidates & decided[field]) if field in decided else view
-        if isinstance(child, tuple):
-            found = [_evaluate(one, own) for one in child]
-            below[field], important[field] = ([pair[part] for pair in found] for part in (0, 1))
-        else:
-            below[field], important[field] = _evaluate(child, own)
-    scores = _call(node, view, below)
-    part = importance_of(node)
-    if part is None or part is node:
-        return scores, None if part is None else scores
-    # A child, or this node over the importance of each child.
-    return scores, below["importance"] if "importance" in below else _call(node, view, important)
-
-
-def _decided(node: Node, view: LayerView) -> dict[str, Tensor]:
-    """Return by child field, bool ``[B, Hkv, T]``, which slots it decides; of fields not named, it is all."""
-    decides = getattr(node, "decides", None)
-    if decides is None:
-        return {}
-    found: dict[str, Tensor] = decides(view.limit(node.needs, _who(node)))
-    if not isinstance(found, dict) or not found.keys() <= children(node).keys():
-        raise PluginError(f"{_who(node)}: expected masks by child, {sorted(children(node))}, from decides")
-    for field, mask in found.items():
-        _check(mask, tuple(view.valid.shape), torch.bool, f"{_who(node)}, decides['{field}']")
-    return found
-
-
-def _call(node: Node, view: LayerView, below: dict[str, Any]) -> Tensor:
-    reader = _who(node)
-    scores: Tensor = node(view.limit(node.needs, reader), **below)  # type: ignore[operator]
-    _check(scores, tuple(view.valid.shape), torch.float32, reader)
-    if not torch.isfinite(scores.where(view.candidates, 0)).all():
-        raise PluginError(f"{reader}: expected finite scores on the candidate slots, got nan or inf")
-    return scores
-
-
-def _who(node: Node) -> str:
-    return f"{'combiner' if children(node) else 'scorer'} '{node.name}' ({type(node).__module__})"
-
-
-def _check(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, who: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise PluginError(f"{who}: expected a tensor {list(shape)}, got {type(tensor).__name__}")
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        raise PluginError(f"{who}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
