@@ -19,7 +19,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 STAGES = {"capture", "scorers", "combiners", "budgets", "selectors", "store", "attend"}
 SHARED = {"compat", "types", "errors", "plugin", "hookspecs", "maths", "step", "vectors", "window"}
 LIBRARIES = {"torch", "einops", "pydantic", "annotated_types"}
-MAY_IMPORT_TRANSFORMERS = {"capture", "store", "attend", "session", "testing", "models", "rotary", "compat"}
+MAY_IMPORT_TRANSFORMERS = {"analysis", "capture", "store", "attend", "session", "testing", "models", "rotary", "compat"}
 
 
 def room(module: str) -> str:

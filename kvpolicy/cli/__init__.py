@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from kvpolicy.cli import plugin
 from kvpolicy.cli.doctor import doctor
 from kvpolicy.cli.listing import list_plugins
+from kvpolicy.cli.plan import plan
 from kvpolicy.cli.run import run
 from kvpolicy.cli.schema import schema
 from kvpolicy.cli.show import show
@@ -59,4 +60,5 @@ app.command("show")(show)
 app.command("validate")(validate)
 app.command("schema")(schema)
 app.command("doctor")(doctor)
+app.command("plan")(plan)
 app.add_typer(plugin.app, name="plugin")

@@ -47,7 +47,7 @@ def run(
     from kvpolicy import load
 
     text = read_prompt(prompt, file, question)
-    chosen = load(policy, budget=_budget(budget))
+    chosen = load(policy, budget=read_budget(budget))
 
     import torch
 
@@ -99,7 +99,15 @@ def _read(file: str) -> str:
         raise OptionError(f"expected UTF-8 text in {file!r}, got the byte 0x{error.object[error.start]:02x}") from error
 
 
-def _budget(text: str | None) -> int | float | None:
+def read_budget(text: str | None) -> int | float | None:
+    """Return the option ``--budget`` as a number: whole slots, or a share.
+
+    Raises:
+        OptionError: when it is none.
+
+    >>> read_budget("512"), read_budget("0.25"), read_budget(None)
+    (512, 0.25, None)
+    """
     if text is None:
         return None
     for number in (int, float):
