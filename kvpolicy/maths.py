@@ -198,4 +198,4 @@ def _size(vectors: Tensor) -> Tensor:
     """Return the power of two at or under each vector's largest component; dividing by it is exact, ``[..., 1]``."""
     # Not vector_norm(ord=inf), which is alike and takes seventy times as long on a CPU.
     largest = vectors.abs().amax(-1, keepdim=True)
-    return torch.exp2(torch.frexp(largest).exponent - 1.0).clamp(min=TINY)
+    return torch.exp2(torch.frexp(largest).exponent.float() - 1).clamp(min=TINY)

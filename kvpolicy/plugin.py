@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +24,9 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 from torch import Tensor
 
-from kvpolicy.contract import fault
-from kvpolicy.errors import NOTHING, Problem, SettingError, nearest
+from kvpolicy.contract import RESERVED, fault
+from kvpolicy.errors import NOTHING, PluginError, Problem, SettingError, nearest
+from kvpolicy.fields import CHILD, core_schema, mentions
 from kvpolicy.types import LayerView, Modality, Needs, Selection
 
 T = TypeVar("T")
@@ -34,7 +36,10 @@ T = TypeVar("T")
 def settings(cls: type[T]) -> type[T]:
     """Return `cls` as a frozen, keyword-only dataclass whose fields are checked strictly when it is made.
 
+    What a policy file holds will do: a list for a tuple or a set, the value of an enum's member, text for a path.
+
     Raises:
+        PluginError: when scorers or combiners stand in a field that is neither `Score` nor `Scores`.
         SettingError: when an instance is made with an unknown field, a wrong type or a value out of range.
 
     >>> @settings
@@ -45,7 +50,9 @@ def settings(cls: type[T]) -> type[T]:
     Loud(power=3.0)
     """
     config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+    cls.__get_pydantic_core_schema__ = classmethod(core_schema)  # type: ignore[attr-defined]
     made = dataclass(frozen=True, kw_only=True, config=config)(cls)
+    _check_children(made)
     checked: Callable[..., None] = made.__init__
 
     @functools.wraps(checked)
@@ -62,6 +69,16 @@ def settings(cls: type[T]) -> type[T]:
     return made  # type: ignore[return-value]  # pydantic types its dataclasses as its own
 
 
+def _check_children(cls: Any) -> None:
+    """Raise where a field holds scorers or combiners otherwise than as `Score` or `Scores`: nobody would run them."""
+    for name, field in cls.__pydantic_fields__.items():
+        if CHILD not in field.metadata and mentions(field.annotation, (Scorer, Combiner)):
+            raise PluginError(
+                f"{cls.__module__}: {cls.__name__}: field '{name}': expected kvpolicy.Score, for one scorer or "
+                f"combiner, or kvpolicy.plugin.Scores, for several, and nothing around it"
+            )
+
+
 def _problems(owner: str, cls: type, error: ValidationError) -> list[Problem]:
     """Return what pydantic found wrong as the problems of a `SettingError`."""
     problems: list[Problem] = []
@@ -75,7 +92,7 @@ def _problems(owner: str, cls: type, error: ValidationError) -> list[Problem]:
             message = str(raised)
         elif kind == "unexpected_keyword_argument":
             known = [field.name for field in dataclasses.fields(cls)]
-            message = f"unknown setting of '{owner}'.{nearest(str(where[-1]), known)}"
+            message = _unknown(owner, cls, str(where[-1])) + nearest(str(where[-1]), known)
             found = NOTHING
         elif kind == "missing":
             message = f"expected this setting, which '{owner}' cannot do without"
@@ -88,6 +105,16 @@ def _problems(owner: str, cls: type, error: ValidationError) -> list[Problem]:
     return problems
 
 
+def _unknown(owner: str, cls: type, name: str) -> str:
+    value = inspect.getattr_static(cls, name, NOTHING)
+    if name in RESERVED or not isinstance(value, (bool, int, float, str, list, tuple, dict)):
+        return f"unknown setting of '{owner}'."
+    return (
+        f"no setting of '{owner}' but an attribute of its class, as it has no annotation "
+        f"(`{name}: {type(value).__name__} = {value!r}` makes it one)."
+    )
+
+
 def _expected(message: str) -> str:
     """Return pydantic's message in the words of our own.
 
@@ -96,7 +123,8 @@ def _expected(message: str) -> str:
     """
     message = re.sub("^Input should be ", "expected ", message)
     message = re.sub("^expected (greater|less|a multiple)", r"expected a number \1", message)
-    words = {"a valid boolean": "true or false", "a valid tuple": "a list", "a valid dictionary": "a mapping"}
+    words = {"a valid boolean": "true or false", "a valid dictionary": "a mapping"}
+    words |= {f"a valid {many}": "a list" for many in ("tuple", "set", "frozenset")}
     return functools.reduce(lambda text, word: text.replace(*word), words.items(), message)
 
 
@@ -172,7 +200,9 @@ class HeadBudget(Protocol):
     def stage(self) -> str: ...
 
     def __call__(self, view: LayerView, scores: Tensor, tokens: Tensor) -> Tensor:
-        """Return int64 ``[B, Hkv]``, at least the protected slots of each head.
+        """Return int64 ``[B, Hkv]``, at least the protected slots of each head, and 1.
+
+        A row adds up to ``Hkv * tokens``, or to all that it has; to less only where heads hold different numbers.
 
         Args:
             view: the slots; protected ones are valid and no candidates.
@@ -231,10 +261,9 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-_CHILD = "kvpolicy-child"
-Score = Annotated[Scorer | Combiner, BeforeValidator(_node), _CHILD]
+Score = Annotated[Scorer | Combiner, BeforeValidator(_node), CHILD]
 """A field that holds one scorer or combiner."""
-Scores = Annotated[tuple[Annotated[Scorer | Combiner, BeforeValidator(_node)], ...], BeforeValidator(_as_tuple), _CHILD]
+Scores = Annotated[tuple[Annotated[Scorer | Combiner, BeforeValidator(_node)], ...], BeforeValidator(_as_tuple), CHILD]
 """A field that holds several; a list in a policy file."""
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 """A field that holds several numbers; a list in a policy file."""
@@ -245,7 +274,7 @@ Modalities = Annotated[tuple[Modality, ...], MinLen(1), BeforeValidator(_as_tupl
 def child_fields(cls: type) -> list[str]:
     """Return the names of the `Score` and `Scores` fields of a plugin class."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return [name for name, hint in hints.items() if _CHILD in getattr(hint, "__metadata__", ())]
+    return [name for name, hint in hints.items() if CHILD in getattr(hint, "__metadata__", ())]
 
 
 def children(node: Node) -> dict[str, Node | tuple[Node, ...]]:

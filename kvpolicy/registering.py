@@ -8,8 +8,9 @@ from typing import Any
 from kvpolicy.contract import HOOKS
 from kvpolicy.errors import PluginError
 from kvpolicy.hookspecs import hookimpl
-from kvpolicy.loading import Plugin, Raised, hooks, read
+from kvpolicy.loading import Plugin, Raised, hooks, read, said
 from kvpolicy.plugin import kind_of
+from kvpolicy.policy import Policy
 from kvpolicy.registry import registry
 
 WHAT_EACH_HAS = (
@@ -66,7 +67,8 @@ def register(*plugins: Any) -> Registration:
     >>> policy.score
     Oldest()
     """
-    registration = Registration(tuple(_plugin(value) for value in plugins))
+    once = {id(value): value for value in plugins}
+    registration = Registration(tuple(map(_plugin, once.values())))
     registry().add(*registration._plugins)
     return registration
 
@@ -77,13 +79,15 @@ def _plugin(value: Any) -> Plugin:
     try:
         return read(value if hooks(value, origin) else _with_hook(value, origin), origin, in_code=True)
     except Raised as raised:
-        error = raised.__cause__
-        raise PluginError(f"{origin}: its hooks raised {type(error).__name__}: {error}") from error
+        error = raised.__cause__ or raised
+        raise PluginError(f"{origin}: its hooks raised {said(error)}") from error
 
 
 def _with_hook(cls: object, origin: str) -> SimpleNamespace:
     """Return what offers a class by the hook that a package would offer it by."""
     kind = kind_of(cls) if isinstance(cls, type) else ""
+    if cls is Policy or isinstance(cls, Policy):
+        raise PluginError(f"{origin}: expected plugin classes, got a policy: a hook offers those, as files")
     if not kind:
         raise PluginError(f"{origin}: expected plugin classes, got {cls!r}: {WHAT_EACH_HAS}")
     hook = next((hook for hook, offers in HOOKS.items() if offers == kind), "kvpolicy_budgets")

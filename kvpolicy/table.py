@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from kvpolicy.report import LayerRecord, Report
 
 
-_AWARE = {True: "yes", False: "no", None: "unknown"}
-
-
 def report_table(report: Report) -> str:
     """Return `report` as a text table: a line for each run of like layers, then the totals."""
     if not report.layers:
@@ -33,7 +30,8 @@ def report_table(report: Report) -> str:
     table.add_row("all", "", "", f"{report.bytes:,}", _share(report.bytes, report.bytes_full))
     seconds = ", ".join(f"{stage} {spent:.3f}" for stage, spent in report.stopwatch.seconds().items())
     table.caption = f"seconds: {seconds}"
-    table.caption += f"\nquery-aware: {_AWARE[report.query_aware]}"
+    if report.query_aware is not None:
+        table.caption += f"\nquery-aware: {'yes' if report.query_aware else 'no'}"
     if report.left_alone:
         table.caption += f"\nlayers left alone: {', '.join(map(str, report.left_alone))}"
     if report.peers is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pydoc_data.topics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain, zip_longest
 from typing import Protocol
 
@@ -27,10 +27,11 @@ def topics() -> dict[str, str]:
     return dict(sorted(pydoc_data.topics.topics.items()))
 
 
-def contexts(tokenizer: Tokenizer, *, tokens: int, count: int) -> list[list[int]]:
+def contexts(tokenizer: Tokenizer, *, tokens: int, count: int, of: Iterable[str] | None = None) -> list[list[int]]:
     """Return `count` contexts of exactly `tokens` token ids, all of different text.
 
-    First come the beginnings of the longest topics, one of each, then their second stretches, and so on.
+    First come the beginnings of the texts, one of each, then their second stretches, and so on. The texts are `of`, or
+    the topics, the longest first.
     Each context starts as the tokenizer starts any text: with its special token, if it has one. Equal
     arguments give equal contexts; another release of Python may word its topics differently.
 
@@ -45,7 +46,7 @@ def contexts(tokenizer: Tokenizer, *, tokens: int, count: int) -> list[list[int]
             f"got tokens={tokens} and count={count}."
         )
     stretches = []
-    for text in _unrepeated():
+    for text in unrepeated() if of is None else of:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         stretches.append([ids[first : first + length] for first in range(0, len(ids) - length + 1, length)])
     in_turn = chain.from_iterable(zip_longest(*stretches))
@@ -58,7 +59,7 @@ def contexts(tokenizer: Tokenizer, *, tokens: int, count: int) -> list[list[int]
     return found[:count]
 
 
-def _unrepeated() -> list[str]:
+def unrepeated() -> list[str]:
     """Return the topics, the longest first, less the paragraphs that a longer one has too.
 
     A third of the topics are parts of the longest ones: `with`, for one, is a section of `compound`.

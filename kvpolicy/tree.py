@@ -77,4 +77,5 @@ def check(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, who: str) 
     if not isinstance(tensor, Tensor):
         raise PluginError(f"{who}: expected a tensor {list(shape)}, got {type(tensor).__name__}")
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        raise PluginError(f"{who}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+        hint = ": take .float()" if dtype == torch.float32 and tuple(tensor.shape) == shape else ""
+        raise PluginError(f"{who}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}{hint}")

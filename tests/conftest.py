@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpolicy import models
 from kvpolicy.loading import ALLOW
-from kvpolicy.registry import registry
+from kvpolicy.registry import loaded
 
 torch.set_num_threads(2)
 
@@ -42,10 +42,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv(ALLOW, raising=False)
     before = set(sys.modules)
-    registry.cache_clear()
+    loaded.cache_clear()
     yield tmp_path
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
     importlib.invalidate_caches()
-    registry.cache_clear()
+    loaded.cache_clear()

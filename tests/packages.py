@@ -34,7 +34,7 @@ class Middle:
         place = torch.arange(view.slots) - view.slots / 2
         return -place.abs().pow(self.power).expand(view.valid.shape)
 
-@hookimpl
+{marker}
 def {hook}({arguments}):
     {first}
     return [Middle]
@@ -53,6 +53,9 @@ def install(
     arguments: str = "",
     first: str = "",
     last: str = "",
+    marker: str = "@hookimpl",
+    point: str = "",
+    group: str = "kvpolicy",
 ) -> None:
     """Install a package of one scorer.
 
@@ -65,15 +68,20 @@ def install(
         arguments: of that function.
         first: its first statement.
         last: the module's last statement.
+        marker: of that function.
+        point: what its entry point leads to; default: the module.
+        group: of its entry point.
     """
-    code = SCORER.format(name=name, module=module, hook=hook, arguments=arguments, first=first, last=last)
+    code = SCORER.format(
+        name=name, module=module, hook=hook, arguments=arguments, first=first, last=last, marker=marker
+    )
     (folder / f"{module}.py").write_text(code)
     distribution = distribution or module
     info = folder / f"{distribution.replace('-', '_')}-1.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
     # Every such package may well call its entry point alike.
-    (info / "entry_points.txt").write_text(f"[kvpolicy]\nplugin = {module}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\nplugin = {point or module}\n")
 
 
 def python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
 """Does what docs/first-plugin.md says, step by step, in a fresh environment: ``python tests/stranger.py``.
 
-It takes nothing but the page: its bash blocks are run and its one edit is made, in a copy of the repository. It fails
+It takes nothing but the page: its bash blocks are run and its edits are made, in a copy of the repository. It fails
 where a step fails, and where all of them together take 20 minutes or more.
 """
 

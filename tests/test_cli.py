@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from packages import install
 from typer.testing import CliRunner
 
 import kvpolicy
@@ -79,7 +80,7 @@ def test_list_one_kind(kind: str, kinds: set[str]) -> None:
 
 def test_list_of_something_else_names_what_there_is() -> None:
     assert refused("list", "scores") == (
-        "error: expected what to list, got 'scores'. Did you mean 'scorers' or 'stores' or 'selectors'? "
+        "error: expected a kind, got 'scores'. Did you mean 'scorers' or 'stores' or 'selectors'? "
         "Known: budgets, combiners, policies, scorers, selectors, stores.\n"
     )
 
@@ -130,8 +131,86 @@ def test_show_a_file_as_yaml_and_json(write: Write) -> None:
 
 
 def test_show_refuses_what_is_no_policy(write: Write) -> None:
-    assert "unknown policy 'snapkb'. Did you mean 'snapkv'" in refused("show", "snapkb")
+    said = refused("show", "snapkb")
+    assert "unknown policy or plugin 'snapkb'. Did you mean 'snapkv'" in said
+    assert said.endswith(" The path of a file has a '/' or ends in .yaml.\n")
     assert f"{write(WRONG)}:2:23: score.windw: unknown setting" in refused("show", str(write(WRONG)))
+
+
+def shown(*arguments: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(call("show", *arguments, "--json")[1])
+    return found
+
+
+def test_show_what_a_plugin_is() -> None:
+    code, out, _ = call("show", "adaptive")
+    assert code == 0
+    first, *lines = out.splitlines()
+    assert first == f"adaptive, a head budget of kvpolicy {version('kvpolicy')}"
+    assert "  source: Ada-KV, arXiv 2407.11550, algorithm 1 and its safeguard" in lines
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert rows[0] == ["floor", "a number from 0 to 1", "0.2", "the share of K that every head keeps."]
+    assert "  no settings" in call("show", "value-norm")[1].splitlines()
+    assert "  needs: values" in call("show", "value-norm")[1].splitlines()
+    assert "  needs: nothing" in call("show", "fixed")[1].splitlines()
+    assert "needs" not in out
+
+
+def test_show_everything_of_a_name() -> None:
+    for name, titles in {
+        "snapkv": ["snapkv", "snapkv, a scorer of"],
+        "uniform": ["uniform, a layer budget of", "uniform, a head budget of"],
+        "by-modality": ["by-modality, a combiner of", "by-modality, a selector of"],
+    }.items():
+        out = call("show", name)[1]
+        assert [line.partition(" kvp")[0] for line in out.splitlines() if line.startswith(name)] == titles
+    assert [one["kind"] for one in shown("uniform")] == ["layers", "heads"]
+    code, out, err = call("show", "snapkv", "--json")
+    assert (code, json.loads(out)) == (0, dump(kvpolicy.load("snapkv")))
+    assert err == "note: 'snapkv' is a scorer too: --kind scorer\n"
+    assert call("show", "snapkv", "--kind", "policies", "--yaml")[2] == ""
+    assert "--yaml: expected a policy, got the selector 'top-k'" in refused("show", "top-k", "--yaml")
+    says = "--kind: expected a kind of what 'snapkv' is (policy, scorer), got 'stores'"
+    assert says in refused("show", "snapkv", "--kind", "stores")
+
+
+def test_show_a_plugin_as_json() -> None:
+    (found,) = shown("snapkv", "--kind", "scorers")
+    assert (found["role"], found["needs"]["queries"], found["origin"]) == (
+        "importance",
+        32,
+        f"kvpolicy {version('kvpolicy')}",
+    )
+    assert found["settings"][0] == {
+        "name": "window",
+        "values": "a whole number from 1",
+        "required": False,
+        "default": 32,
+        "description": "how many of the last queries are observed.",
+    }
+    (fixed,) = shown("fixed")
+    assert [(one["name"], one["required"]) for one in fixed["settings"]][:2] == [("inputs", True), ("weights", False)]
+    (own,) = shown("quantized")
+    assert (own["role"], own["settings"][0]["values"]) == ("", "4, 8")
+
+
+def test_show_a_plugin_of_a_stranger(site: Path) -> None:
+    odd = "@settings\nclass Odd:\n    name = 'odd'\n    needs = property(lambda self: Needs(queries=self.window))\n"
+    odd += "    window: int\n    anything: dict[str, object] | None = None\n    def __call__(self, view): ...\n"
+    install(site, "acme", last=odd + "kvpolicy_scorers.__code__ = (lambda: [Middle, Odd]).__code__")
+    (found,) = shown("middle")
+    assert (found["origin"], found["description"], found["formula"]) == (
+        "acme 1.5",
+        "The slots in the middle.",
+        "-|t - T/2|",
+    )
+    (found,) = shown("odd")
+    assert (found["description"], found["formula"], found["source"], found["needs"]) == ("", "", "", None)
+    assert [(one["values"], one["required"]) for one in found["settings"]] == [
+        ("a whole number", True),
+        ("a mapping", False),
+    ]
+    assert "  needs: as its settings say" in call("show", "odd")[1].splitlines()
 
 
 def test_validate_checks_every_file(write: Write) -> None:
@@ -199,9 +278,9 @@ def test_run_generates_and_reports(smollm2: Any, tmp_path: Path, monkeypatch: py
     path.write_text(topics()["with"][:400])
     options = ["--file", str(path), "--budget", "40", "--max-new-tokens", "3"]
 
-    code, out, _ = call("run", *options, "--policy", "snapkv", "--no-chat", "--json")
+    code, out, err = call("run", *options, "--policy", "snapkv", "--no-chat", "--json")
     said = json.loads(out)
-    assert code == 0
+    assert (code, err) == (0, "")
     assert isinstance(said["text"], str)
     assert 1 <= said["new_tokens"] <= 3
     assert said["report"]["policy"] == "snapkv"
@@ -215,12 +294,20 @@ def test_run_generates_and_reports(smollm2: Any, tmp_path: Path, monkeypatch: py
     assert code == 0
     assert out.startswith(f"{said['text']}\n")
     assert "policy snapkv" in out
+    assert call("run", *options, "--no-chat", "--policy", "full")[2] == ""
+    whole = call("run", *options, "--no-chat", "--policy", "snapkv", "--budget", "1000", "--json")
+    assert json.loads(whole[1])
+    assert whole[2] == (
+        f"note: nothing was evicted, as the budget holds the whole prompt of {said['prompt_tokens']} tokens: "
+        "give a longer one, or a smaller --budget\n"
+    )
     # The question and the chat template around it make the prompt longer.
     asking = [*options, "--question", "Is it so?", "--attention", "eager", "--json"]
     chat = json.loads(call("run", *asking)[1])
     assert chat["prompt_tokens"] > said["prompt_tokens"] + 4
     assert chat["report"]["policy"] == "ecokv-snapkv"
-    assert asked == [(None, torch.float32, "sdpa"), ("x", torch.bfloat16, "sdpa"), (None, torch.float32, "eager")]
+    usual = (None, torch.float32, "sdpa")
+    assert asked == [usual, ("x", torch.bfloat16, "sdpa"), usual, usual, (None, torch.float32, "eager")]
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,24 @@ JOINS: dict[str, Callable[[float, float], float]] = {
 }
 
 
+@pytest.mark.parametrize("weight", [0, 0.25, 1.0])
+@pytest.mark.parametrize("case", ["gqa", "left padding", "ragged heads"])
+def test_a_number_is_the_redundancy_of_every_head(case: str, weight: float) -> None:
+    view = make_view(**CASES[case])
+    importance, diversity = some_scores(view, 1).abs(), some_scores(view, 3)
+    mix = RedundancyAdaptive(importance=KeyNorm(), diversity=Recency(), redundancy=weight)
+    assert torch.equal(mix.measure(view), torch.full(view.valid.shape[:2], float(weight)))
+    fixed = Fixed(inputs=[KeyNorm(), Recency()], weights=[1 - weight, weight], normalize="match-importance")
+    found, want = mix(view, importance=importance, diversity=diversity), fixed(view, inputs=[importance, diversity])
+    assert_close(found, want, view.candidates, roundings=4, size=float(importance[view.candidates].max()))
+
+
+@pytest.mark.parametrize("weight", [-0.1, 1.5, True, "half"])
+def test_a_redundancy_that_is_none_is_refused(weight: Any) -> None:
+    with pytest.raises(SettingError, match="redundancy"):
+        RedundancyAdaptive(importance=KeyNorm(), diversity=Recency(), redundancy=weight)
+
+
 @pytest.mark.parametrize(
     ("redundancy", "join"), [("cosine", "mean"), ("euclidean", "mean"), *(("both", join) for join in JOINS)]
 )

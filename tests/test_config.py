@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -158,6 +159,34 @@ def test_a_file_is_laid_over_what_it_extends(write: Write) -> None:
     assert policy.score == SnapKV(window=32, kernel=7)
     assert (policy.budget.tokens, policy.budget.keep) == (None, 0.5)
     assert policy.select == TopK(sinks=4, recent=32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "description"),
+    [
+        ({"name": "mine", "budget": 0.5}, None),
+        ({"budget": {"tokens": 300}}, None),
+        ({"score": "key-norm"}, "after snapkv"),
+        ({"score": {"window": 8}, "description": "mine"}, "mine"),
+        ({"select": {"recent": 8}}, "after snapkv"),
+        ({"budget": {"tokens": 300, "heads": "adaptive"}}, "after snapkv"),
+    ],
+)
+def test_a_description_is_inherited_only_where_it_is_still_true(
+    changed: dict[str, Any], description: str | None
+) -> None:
+    want = describe("snapkv") if description is None else description
+    assert kvpolicy.load({"extends": "snapkv", **changed}).description == want
+    assert kvpolicy.load("snapkv", **changed).description == want
+
+
+def test_a_description_names_what_is_laid_over_each_other(write: Write) -> None:
+    assert kvpolicy.load(write("extends: [ada-kv, ecokv]\n")).description == "after ada-kv + ecokv"
+    write("score: key-norm\nbudget: 64\n", "base.yaml")
+    assert kvpolicy.load(write("extends: base.yaml\nscore: random\n")).description == ""
+    write("extends: snapkv\nscore: {window: 8}\n", "base.yaml")
+    assert kvpolicy.load(write("extends: base.yaml\n")).description == "after snapkv"
+    assert kvpolicy.load(write("extends: base.yaml\nscore: random\n")).description == "after base"
 
 
 def test_a_path_is_relative_to_the_file_that_extends_it(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

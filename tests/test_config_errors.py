@@ -128,7 +128,7 @@ def refusal(source: Any, **keywords: Any) -> PolicyFileError:
         ("score: !mine {a: 1}\n", "1:8: expected plain YAML, got the tag '!mine'"),
         ("score: !!str [a]\n", "1:8: expected plain YAML, got the tag 'tag:yaml.org,2002:str'"),
         ("<<: {score: random}\nbudget: 64\n", "1:1: unknown setting '<<' of a policy"),
-        ("[" * 3000, "1:1: expected a policy; the file nests lists or mappings too deeply"),
+        ("[" * 3000, "1:1: expected a policy, a mapping; the file nests lists or mappings too deeply"),
     ],
 )
 def test_a_wrong_file_is_refused(write: Write, text: str | bytes, says: str) -> None:
@@ -191,7 +191,40 @@ def test_a_wrong_source_is_named() -> None:
 
 def test_without_a_base_there_is_nothing_to_inherit(write: Write) -> None:
     error = refusal(write("budget: 64\nscore: {type: fixed, inputs: [key-norm, inherited]}\n"))
-    assert "mine.yaml:2:41: score: expected a policy to inherit the importance of" in str(error)
+    says = (
+        "mine.yaml:2:41: score: expected a policy to inherit the importance of; this one extends none: add extends: POL"
+    )
+    assert says in str(error)
+
+
+def test_a_child_of_a_plain_score_hints_at_a_combiner(write: Write) -> None:
+    error = refusal(write("extends: snapkv\nscore: {diversity: cosine-diversity}\n"))
+    assert str(error).endswith(
+        "mine.yaml:2:9: score.diversity: unknown setting of 'snapkv'. Known: kernel, pooling, window. "
+        "It is a part of a combiner: add type: redundancy-adaptive."
+    )
+    assert "combiner" not in str(refusal(write("extends: snapkv\nscore: {windw: 3}\n")))
+
+
+def test_policies_in_the_wrong_order_are_named_with_the_right_one(write: Write) -> None:
+    path = write("budget: 64\nextends: [ecokv, ada-kv]\n")
+    error = refusal(path)
+    assert (error.file, error.line, error.column) == (str(path), 2, 18)
+    assert str(error).startswith(f"{path}:2:18: extends: laying 'ada-kv' over 'ecokv': ")
+    assert "ada-kv.yaml:9:9: score.kernel: unknown setting of 'redundancy-adaptive'." in str(error)
+    assert str(error).endswith(" The other order works: extends: [ada-kv, ecokv].")
+    error = refusal({"extends": ["snapkv", "ecokv", "ada-kv"]})
+    assert str(error).startswith("policy mapping: extends: laying 'ada-kv' over 'snapkv' + 'ecokv': ")
+    assert str(error).endswith(" The other order works: extends: [ada-kv, snapkv, ecokv].")
+
+
+def test_no_order_is_advised_where_it_is_not_the_order(write: Write) -> None:
+    error = refusal(write("extends: [random, ecokv]\n"))
+    assert "mine.yaml:1:19: extends: laying 'ecokv' over 'random': " in str(error)
+    assert str(error).endswith("got that of 'random', whose role is 'other'.")
+    # What the file itself says is wrong stays where it is.
+    assert "mine.yaml:2:9: budget: expected" in str(refusal(write("extends: [ada-kv, ecokv]\nbudget: many\n")))
+    assert str(refusal("ecokv", budget="many")).startswith("argument budget=: ")
 
 
 @pytest.mark.parametrize(

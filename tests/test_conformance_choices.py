@@ -11,7 +11,6 @@ from faults import fault
 from torch import Tensor
 
 from kvpolicy import LayerView, Selection, settings
-from kvpolicy.errors import ConformanceError
 from kvpolicy.selectors.top_k import TopK
 from kvpolicy.testing import check_budget, check_selector, checks
 
@@ -80,7 +79,7 @@ BROKEN_LAYERS = [
     (OneShort, "lengths", "which add up to"),
     (FirstTakesAll, "lengths", "expected layers that keep 1 to"),
     (Floats, "lengths", "expected int64 [B=49, layers=1], got torch.float32"),
-    (LayersOnTheDefaultDevice, "device", "make new ones with device="),
+    (LayersOnTheDefaultDevice, "device", "make each with device="),
     (WritesTokens, "inputs_untouched", "writes into `tokens` or `available`"),
     (LooksAtMates, "batch_mates", "a row gets the same alone"),
 ]
@@ -182,7 +181,7 @@ BROKEN_HEADS = [
     (OverProtected, "lengths", "expected heads that keep from [[3, 3, 3]"),
     (TooMany, "lengths", "expected exactly [18, 18, 18] slots in each row, got [72, 72, 72]"),
     (ByNothing, "lengths", "`by`: expected 'score' or 'importance', got 'key norm'"),
-    (HeadsOnTheDefaultDevice, "device", "make new ones with device="),
+    (HeadsOnTheDefaultDevice, "device", "make each with device="),
     (WritesScores, "inputs_untouched", "writes into what it is given"),
     (Alternates, "repeatable", "it keeps something"),
     (CountsNan, "scores_outside", "change lengths"),
@@ -199,9 +198,7 @@ def test_a_right_budget_passes(cls: Any) -> None:
 
 @pytest.mark.parametrize(("cls", "name", "says"), BROKEN_LAYERS + BROKEN_HEADS)
 def test_a_broken_budget_is_told_its_fault(cls: Any, name: str, says: str) -> None:
-    with pytest.raises(ConformanceError) as caught:
-        check_budget(cls())
-    assert says in fault(caught.value, name)
+    assert says in fault(cls(), name)
 
 
 class Broken:
@@ -328,7 +325,7 @@ BROKEN_SELECTORS = [
     (DropsProtected, "selection", "expected the protected slots"),
     (KeepsAMask, "selection", "expected a kvpolicy.Selection, got Tensor"),
     (KeepsTheLowest, "orientation", "higher means keep"),
-    (OnTheDefaultDevice, "device", "make new ones with device="),
+    (OnTheDefaultDevice, "device", "make each with device="),
     (WritesIntoScores, "inputs_untouched", "writes into what it is given"),
     (Flips, "repeatable", "it keeps something, or draws numbers"),
     (MindsNan, "scores_outside", "change what is kept"),
@@ -342,12 +339,10 @@ def test_a_right_selector_passes() -> None:
 
 @pytest.mark.parametrize(("cls", "name", "says"), BROKEN_SELECTORS)
 def test_a_broken_selector_is_told_its_fault(cls: Any, name: str, says: str) -> None:
-    with pytest.raises(ConformanceError) as caught:
-        check_selector(cls())
-    assert says in fault(caught.value, name)
+    assert says in fault(cls(), name)
 
 
-ALWAYS = {"declaration", "yaml", "pickle", "generate"}
+ALWAYS = {"declaration", "yaml", "pickle", "generate", "generate_alone"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kvpolicy.cli import app
 from kvpolicy.contract import CONTRACT
 from kvpolicy.loading import ALLOW
-from kvpolicy.registry import registry
+from kvpolicy.registry import loaded
 
 
 def examined() -> dict[str, Any]:
@@ -93,15 +93,28 @@ def test_a_policy_of_a_plugin_that_cannot_be_loaded_is_wrong(site: Path) -> None
     (site / "policies" / "good.yaml").write_text("extends: snapkv\nscore: middle\n")
     assert examined()["ok"]
     (site / "policies" / "bad.yaml").write_text("extends: snapkb\n")
-    registry.cache_clear()
+    loaded.cache_clear()
     found = examined()
     assert rows(found)["acme"]["state"] == "wrong"
     (problem,) = found["problems"]
     assert problem.startswith(
         f"acme 1.5: policy 'bad': {site}/policies/bad.yaml:1:10: extends: unknown policy 'snapkb'"
     )
-    listed = CliRunner().invoke(app, ["list"], catch_exceptions=False)
-    assert (listed.exit_code, listed.stdout, listed.stderr) == (2, "", f"error: {problem}\n")
+    (site / "policies" / "worse.yaml").write_text("extends: [\n")
+    loaded.cache_clear()
+    first, second = examined()["problems"]
+    assert first.removesuffix(", worse.") == problem.removesuffix(".")
+    assert second.startswith(f"acme 1.5: policy 'worse': {site}/policies/worse.yaml:2:1: not one YAML document")
+
+
+@pytest.mark.parametrize("group", ["kvpolicies", "kv_policy", "KVPolicy.plugins"])
+def test_a_group_that_is_only_called_nearly_like_ours(site: Path, group: str) -> None:
+    install(site, "acme", group=group)
+    found = examined()
+    assert "acme" not in rows(found)
+    assert found["problems"] == [
+        f"acme 1.5: expected its entry point plugin = acme in the group 'kvpolicy', got '{group}'"
+    ]
 
 
 def test_the_allow_list(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,20 @@ PACKAGE = Path(kvpolicy.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 STAGES = {"capture", "scorers", "combiners", "budgets", "selectors", "store", "attend"}
-SHARED = {"compat", "types", "errors", "plugin", "hookspecs", "maths", "step", "vectors", "window"}
+SHARED = {"attention", "compat", "types", "errors", "plugin", "hookspecs", "maths", "step", "vectors", "window"}
 LIBRARIES = {"torch", "einops", "pydantic", "annotated_types"}
-MAY_IMPORT_TRANSFORMERS = {"analysis", "capture", "store", "attend", "session", "testing", "models", "rotary", "compat"}
+MAY_IMPORT_TRANSFORMERS = {
+    "analysis",
+    "attend",
+    "capture",
+    "compat",
+    "integrations",
+    "models",
+    "rotary",
+    "session",
+    "store",
+    "testing",
+}
 
 
 def room(module: str) -> str:

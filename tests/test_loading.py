@@ -31,7 +31,17 @@ def test_an_installed_package_is_found(site: Path) -> None:
 def test_a_plugin_is_loaded_once_and_not_by_importing_kvpolicy(site: Path) -> None:
     install(site, "acme", last="print('loaded')", first="print('asked')")
     code = "import kvpolicy, kvpolicy.registry; print('imported')\nfor _ in range(2): kvpolicy.load('snapkv')"
-    assert python(site, "-c", code).stdout.split() == ["imported", "loaded", "asked"]
+    ended = python(site, "-c", f"{code}\nprint('done')")
+    # What a plugin prints is no part of what a command does.
+    assert (ended.stdout.split(), ended.stderr.split()) == (["imported", "done"], ["loaded", "asked"])
+
+
+def test_what_a_plugin_prints_does_not_end_up_in_the_json_of_a_command(tmp_path: Path) -> None:
+    install(tmp_path, "acme", last="print('loaded')", first="print('asked')")
+    for command in (["list", "--json"], ["show", "middle", "--json"], ["schema"], ["doctor", "--json"]):
+        ended = python(tmp_path, "-m", "kvpolicy.cli", *command)
+        assert json.loads(ended.stdout), command
+        assert ended.stderr.split()[:2] == ["loaded", "asked"]
 
 
 BROKEN = {
@@ -76,6 +86,24 @@ def test_a_package_that_is_not_there_is_left_out_without_a_place(site: Path) -> 
         ),
         ({"last": "kvpolicy_contract = 99"}, "is written for contract 99, this kvpolicy"),
         ({"last": "Middle.needs = None"}, "scorer Middle: its `needs` is None"),
+        ({"marker": ""}, "`kvpolicy_scorers` in acme is not a function marked with @kvpolicy.hookimpl. Uninstall"),
+        (
+            {"last": "def kvpolicy_budgets():\n    return []"},
+            "`kvpolicy_budgets` in acme is not a function marked with @kvpolicy.hookimpl. Uninstall",
+        ),
+        (
+            {"last": "kvpolicy_stores = []"},
+            "`kvpolicy_stores` in acme is not a function marked with @kvpolicy.hookimpl",
+        ),
+        (
+            {"point": "acme:Middle"},
+            "expected its entry point to name the module with its hooks (plugin = acme), got plugin = acme:Middle. Un",
+        ),
+        (
+            {"last": "del kvpolicy_scorers"},
+            "the module acme has no hooks: functions such as kvpolicy_scorers(), marked with @kvpolicy.hookimpl. Unin",
+        ),
+        ({"first": "return None"}, "got None. Uninstall acme"),
     ],
 )
 def test_a_package_that_says_something_wrong_is_named_with_the_way_out(
@@ -126,6 +154,9 @@ def test_what_the_allow_list_leaves_out_is_not_even_imported(site: Path, monkeyp
     monkeypatch.setenv(ALLOW, "charlie")
     assert registry().failures == []
     assert "acme" not in sys.modules
+    with pytest.raises(PolicyFileError) as caught:
+        kvpolicy.load({"name": "x", "score": "centre", "budget": 64})
+    assert str(caught.value).endswith(" A plugin that KVPOLICY_PLUGINS leaves out may offer it (acme 1.5, bravo 1.5).")
 
 
 def test_an_allow_list_with_a_stranger_lists_those_there_are(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +188,7 @@ def test_the_command_line_shows_an_installed_package_and_what_was_left_out(tmp_p
     assert rows["middle"]["origin"] == "acme 1.5"
     assert rows["middle"]["description"] == "The slots in the middle."
     assert ended.stderr == (
-        f"warning: bravo 1.5 could not be loaded: ModuleNotFoundError: No module named 'nowhere' "
+        f"warning: bravo 1.5: plugin = bravo could not be loaded: ModuleNotFoundError: No module named 'nowhere' "
         f"({tmp_path}/bravo.py:27)\n"
     )
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
-from packages import python
+from packages import made, python
 from typer.testing import CliRunner
 
+import kvpolicy
 from kvpolicy.cli import app, plugin, scaffold
+from kvpolicy.config.source import parse
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,9 +75,48 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
     assert "expected a new name, got 'snapkv', which kvpolicy 0.1.0 offers" in refused("snapkv", "--kind", "combiner")
     assert "got 'pyramid'" in refused("pyramid", "--kind", "layer-budget")
     assert "class would be called LayerView" in refused("layer-view")
+    assert "class would be called Path" in refused("path")
     assert written(tmp_path) == []
     new("pyramid", "--kind", "head-budget")
     new("path", "--kind", "policy")
+
+
+def test_a_name_with_the_prefix_of_the_package_is_refused(tmp_path: Path) -> None:
+    assert "expected a name without 'kvpolicy-', which the package gets in front: foo\n" in refused("kvpolicy-foo")
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "example"),
+    [
+        ("importance", {"extends": "ecokv-snapkv", "score": {"importance": "mine"}}),
+        ("diversity", {"extends": "ecokv-snapkv", "score": {"diversity": "mine"}}),
+        ("other", {"extends": "snapkv", "score": "mine"}),
+    ],
+)
+def test_a_scorer_stands_where_its_role_belongs(tmp_path: Path, role: str, example: dict[str, Any]) -> None:
+    new("mine", "--role", role)
+    folder = tmp_path / "kvpolicy-mine"
+    said = parse((folder / "example.yaml").read_text(), "example.yaml").plain
+    assert {"extends": said["extends"], "score": said["score"]} == example
+    assert f'    role = "{role}"\n' in (folder / "kvpolicy_mine.py").read_text()
+    with kvpolicy.register(made("mine", role=role)):
+        assert kvpolicy.load(folder / "example.yaml").description == said["description"]
+
+
+def test_only_a_scorer_has_a_role() -> None:
+    assert "--role: expected none, as a selector has no role, got 'other'" in refused(
+        "mine", "--kind", "selector", "--role", "other"
+    )
+
+
+@pytest.mark.parametrize("kind", scaffold.KINDS)
+def test_it_depends_on_what_its_module_imports(tmp_path: Path, kind: str) -> None:
+    new("mine", "--kind", kind, "--folder", ".")
+    needed = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["dependencies"]
+    (module,) = [path for path in tmp_path.rglob("*.py") if not path.name.startswith("test")]
+    imported = set(re.findall(r"^(?:from|import) (\w+)", module.read_text(), re.MULTILINE)) - sys.stdlib_module_names
+    assert {name.replace("-", "_") for name in needed} == imported
 
 
 @pytest.mark.parametrize("how", ["full", "file", "below a file"])
@@ -131,9 +175,18 @@ def test_what_it_writes_installs_is_listed_and_passes_its_tests(tmp_path: Path, 
 
     # Not in the folder of the sources, where the module could be imported without being installed.
     test = shutil.copy(tmp_path / "source" / "test_kvpolicy_my_own_one.py", tmp_path)
-    ended = python(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), test)
+    shutil.copy(tmp_path / "source" / "example.yaml", tmp_path)
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    ended = python(site, "-m", "pytest", *options, test)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert " passed" in ended.stdout
+
+    # Where it is not installed, its own test says so.
+    if kind != "policy":
+        alone = ["-k", "offers", str(tmp_path / "source" / "test_kvpolicy_my_own_one.py")]
+        ended = python(tmp_path, "-m", "pytest", *options, *alone)
+        assert ended.returncode == 1
+        assert "'my-own-one'" in ended.stdout
 
     (example,) = (tmp_path / "source").glob("example.yaml")
     assert example.read_text() in (tmp_path / "source" / "README.md").read_text()

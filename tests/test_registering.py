@@ -15,7 +15,7 @@ import kvpolicy
 from kvpolicy.config import schema
 from kvpolicy.errors import PluginError, PolicyFileError
 from kvpolicy.plugin import Score
-from kvpolicy.registry import registry
+from kvpolicy.registry import loaded, registry
 from kvpolicy.scorers.random import Random
 
 
@@ -24,7 +24,7 @@ def _unchanged() -> Iterator[None]:
     before = registry().entries()
     yield
     after = registry().entries()
-    registry.cache_clear()
+    loaded.cache_clear()
     assert after == before, "the test left something registered"
 
 
@@ -112,6 +112,19 @@ def test_a_class_registered_twice_is_there_until_both_are_undone() -> None:
     assert "mine" not in names("scorer")
 
 
+def test_a_class_given_twice_is_there_once() -> None:
+    cls, module = cell(), types.SimpleNamespace(kvpolicy_scorers=kvpolicy.hookimpl(lambda: [made("other")]))
+    with kvpolicy.register(cls, module, cls) as registration:
+        assert repr(registration) == "<Registration of scorer 'mine', scorer 'other'>"
+
+
+def test_a_hook_that_is_not_marked_is_said() -> None:
+    with pytest.raises(
+        PluginError, match="`kvpolicy_scorers` in SimpleNamespace is not a function marked with @kvpolicy"
+    ):
+        kvpolicy.register(types.SimpleNamespace(kvpolicy_scorers=lambda: [cell()]))
+
+
 def test_another_class_of_a_name_that_is_taken_is_refused() -> None:
     other = cell()
     other.__qualname__ = "Other"
@@ -156,5 +169,5 @@ def test_the_command_line_in_this_process_lists_it() -> None:
     from kvpolicy.cli.listing import rows
 
     with kvpolicy.register(cell()):
-        (row,) = [row for row in rows(["scorer"]) if row["name"] == "mine"]
+        (row,) = [row for row in rows(["scorer"])[0] if row["name"] == "mine"]
     assert row["origin"] == "module packages (registered in code)"

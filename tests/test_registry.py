@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib.metadata import version
 from itertools import permutations
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import packages
 import pytest
+import torch
 from packages import made
 
-from kvpolicy import Needs, settings
+from kvpolicy import LayerView, Needs, settings
 from kvpolicy.contract import CONTRACT, KINDS, fault
 from kvpolicy.errors import PluginError, PolicyError
 from kvpolicy.loading import Plugin, Raised, built_in, read
@@ -132,6 +134,7 @@ def test_what_it_needs_may_be_a_property() -> None:
     ("hooks", "says"),
     [
         ({"scorers": [settings(type("Nameless", (), {}))]}, "scorer Nameless: it has no `name`: what a policy file"),
+        ({"scorers": [settings(type("ValueNovelty", (), {}))]}, "policy file calls it, as in name = 'value-novelty'"),
         ({"scorers": [made(3)]}, "scorer Made: its `name` is 3, not text"),
         ({"scorers": [made("my score")]}, "scorer Made: its `name` is 'my score', not such as 'my-score'"),
         ({"scorers": [made("1e5")]}, "its `name` is '1e5', not such as"),
@@ -158,6 +161,10 @@ def test_what_it_needs_may_be_a_property() -> None:
         (
             {"policies": "folder"},
             "expected the folder (a pathlib.Path) of its policies from kvpolicy_policies(), got 'f",
+        ),
+        (
+            {"policies": Path(__file__).parent},
+            "expected *.yaml files in the folder from kvpolicy_policies(), got none in '",
         ),
         ({"policies": Path("/nowhere")}, "of its policies from kvpolicy_policies(), got PosixPath('/nowhere')"),
         ({"scorer": []}, "unknown hook 'kvpolicy_scorer'. Did you mean 'kvpolicy_scorers'"),
@@ -250,6 +257,34 @@ def test_a_score_in_python_is_checked_alike() -> None:
 def test_needs_are_checked_when_they_are_made(field: str, value: Any) -> None:
     with pytest.raises(PluginError, match=f"Needs: {field}: expected .+, got {value!r}"):
         Needs(**{field: value})
+
+
+def test_a_need_that_is_none_is_named() -> None:
+    with pytest.raises(
+        PluginError, match=r"^Needs: unknown need 'value'\. Did you mean 'values'\? Known: call, keys, "
+    ):
+        Needs(value=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_what_a_view_has_not_is_named(limited: bool) -> None:
+    view = LayerView(keys=torch.zeros(1, 2, 5, 4), values=torch.zeros(1, 2, 5, 4))
+    if limited:
+        view = view.limit(Needs(values=True), "scorer 'mine'")
+    with pytest.raises(
+        AttributeError, match=r"^LayerView has no 'vals'\. Did you mean 'values' or 'valid'\? Known: call, "
+    ):
+        _ = view.vals  # type: ignore[attr-defined]
+    assert not hasattr(view, "vals")
+    assert copy.deepcopy(view).slots == 5
+
+
+def test_everything_of_a_name() -> None:
+    found = registered()
+    assert [entry.kind for entry in found.called("snapkv")] == ["policy", "scorer"]
+    assert [entry.kind for entry in found.called("uniform")] == ["layers", "heads"]
+    with pytest.raises(PolicyError, match=r"^unknown policy or plugin 'topk'\. Did you mean 'top-k'"):
+        found.called("topk")
 
 
 def test_an_unknown_name_lists_the_nearest() -> None:

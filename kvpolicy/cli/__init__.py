@@ -8,9 +8,12 @@ import typer
 from typer.core import TyperGroup
 
 from kvpolicy.cli import plugin
+from kvpolicy.cli.analyze import analyze
 from kvpolicy.cli.doctor import doctor
+from kvpolicy.cli.eval import evaluate
 from kvpolicy.cli.listing import list_plugins
 from kvpolicy.cli.plan import plan
+from kvpolicy.cli.report import report
 from kvpolicy.cli.run import run
 from kvpolicy.cli.schema import schema
 from kvpolicy.cli.show import show
@@ -61,4 +64,7 @@ app.command("validate")(validate)
 app.command("schema")(schema)
 app.command("doctor")(doctor)
 app.command("plan")(plan)
+app.command("analyze")(analyze)
+app.command("eval")(evaluate)
+app.command("report")(report)
 app.add_typer(plugin.app, name="plugin")

@@ -34,7 +34,7 @@ def examine() -> dict[str, Any]:
     """Return what is installed, what works and, as `problems`, what does not."""
     plugins, problems = _plugins()
     model, fault = _default_model()
-    problems = [*_unmet(), *([fault] if fault else []), *problems]
+    problems = [*_unmet(), *([fault] if fault else []), *problems, *_misnamed()]
     return {
         "ok": not problems,
         "versions": _versions(),
@@ -115,18 +115,30 @@ def _plugins() -> tuple[list[dict[str, Any]], list[str]]:
     ]
     if not problems and all(row["state"] != "wrong" for row in rows):
         # Else there is no registry to load them with.
-        _check_policies(rows)
-    return rows, problems + [row["why"] for row in rows if row["why"]]
+        for row in rows:
+            row |= _policies(row)
+    return rows, problems + [problem for row in rows for problem in row["why"].split("\n") if problem]
+
+
+def _misnamed() -> list[str]:
+    """Return the plugins that are never found because of what the group of their entry point is called."""
+    from kvpolicy.loading import GROUP, misnamed, origin_of
+
+    return [
+        f"{origin_of(point)}: expected its entry point {point.name} = {point.value} in the group '{GROUP}', "
+        f"got '{point.group}'"
+        for point in misnamed()
+    ]
 
 
 def _row(
     point: EntryPoint, *, state: str, offers: Iterable[Entry] = (), contract: int | None = None, why: str = ""
 ) -> dict[str, Any]:
-    from kvpolicy.loading import distribution_of
+    from kvpolicy.loading import distribution_of, version_of
 
     return {
         "distribution": distribution_of(point),
-        "version": point.dist.version if point.dist else "",
+        "version": version_of(point),
         "entry_point": f"{point.name} = {point.value}",
         "contract": contract,
         "offers": [{"kind": entry.kind, "name": entry.name} for entry in offers],
@@ -150,17 +162,20 @@ def _state(point: EntryPoint, trial: Registry) -> dict[str, Any]:
     return {"state": "ok", "offers": plugin.entries, "contract": plugin.contract}
 
 
-def _check_policies(rows: list[dict[str, Any]]) -> None:
-    """Mark the plugins of which a policy cannot be loaded."""
+def _policies(row: dict[str, Any]) -> dict[str, str]:
+    """Return what the policies of a plugin change in its row: those that cannot be loaded, a line each."""
     from kvpolicy import load
-    from kvpolicy.errors import PolicyError
+    from kvpolicy.errors import KVPolicyError
+    from kvpolicy.loading import said
 
-    for row in rows:
-        for policy in [offer["name"] for offer in row["offers"] if offer["kind"] == "policy"]:
-            try:
-                load(policy)
-            except PolicyError as error:
-                row |= {"state": "wrong", "why": f"{row['distribution']} {row['version']}: policy '{policy}': {error}"}
+    whys = []
+    for policy in [offer["name"] for offer in row["offers"] if offer["kind"] == "policy"]:
+        try:
+            load(policy)
+        except Exception as error:
+            why = "; ".join(str(error).splitlines()) if isinstance(error, KVPolicyError) else said(error)
+            whys.append(f"{row['distribution']} {row['version']}: policy '{policy}': {why}")
+    return {"state": "wrong", "why": "\n".join(whys)} if whys else {}
 
 
 def _print(found: dict[str, Any]) -> None:

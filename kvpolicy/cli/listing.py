@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvpolicy.cli.output import Json, OptionError, print_json, print_rich
-from kvpolicy.errors import PluginError, PolicyError, nearest
+from kvpolicy.errors import PolicyError, nearest
 
 if TYPE_CHECKING:
     from kvpolicy.contract import Entry
-    from kvpolicy.loading import Failure
 
 
 KINDS = {
@@ -45,31 +45,45 @@ def list_plugins(
     """List what a policy can be made of, what each is and which package it comes from."""
     from kvpolicy.registry import registry
 
-    found = rows(_kinds(kind))
-    failures = registry().failures
+    found, broken = rows(kinds(kind))
+    failed = [Failed(failure.point, str(failure), failure.origin) for failure in registry().failures] + broken
     if not as_json:
-        _print_table(found, failures)
+        _print_table(found, failed)
         return
     print_json(found)
-    for failure in failures:
-        typer.echo(f"warning: {failure.origin} could not be loaded: {failure}", err=True)
+    for each in failed:
+        typer.echo(f"warning: {each.origin}: {each.what} could not be loaded: {each.why}", err=True)
 
 
-def rows(kinds: Iterable[str]) -> list[dict[str, str]]:
-    """Return what is registered of some kinds: kind, name, description and origin of each."""
+@dataclass(frozen=True)
+class Failed:
+    """What could not be loaded: an entry point or a policy, why, and the distribution it is from."""
+
+    what: str
+    why: str
+    origin: str
+
+
+def rows(kinds: Iterable[str]) -> tuple[list[dict[str, str]], list[Failed]]:
+    """Return what is registered of some kinds (kind, name, description and origin of each), and the broken policies."""
     from kvpolicy.registry import registry
 
-    entries = [entry for kind in kinds for entry in registry().entries(kind)]
-    return [
-        {"kind": entry.kind, "name": entry.name, "description": _describe(entry), "origin": entry.origin}
-        for entry in entries
-    ]
+    found, broken = [], []
+    for entry in [entry for kind in kinds for entry in registry().entries(kind)]:
+        try:
+            description = _describe(entry)
+        except PolicyError as error:
+            broken.append(Failed(f"policy '{entry.name}'", str(error), entry.origin))
+        else:
+            about = {"kind": entry.kind, "name": entry.name, "description": description, "origin": entry.origin}
+            found.append(about)
+    return found, broken
 
 
-def _kinds(asked: str | None) -> tuple[str, ...]:
+def kinds(asked: str | None) -> tuple[str, ...]:
     """Return the kinds that a word asks for, in the plural or the singular.
 
-    >>> _kinds("budgets"), _kinds("policy")
+    >>> kinds("budgets"), kinds("policy")
     (('layers', 'heads'), ('policy',))
     """
     if asked is None:
@@ -77,7 +91,7 @@ def _kinds(asked: str | None) -> tuple[str, ...]:
     singular = {"policy": "policies"} | {word.removesuffix("s"): word for word in KINDS if word != "policies"}
     word = singular.get(asked, asked)
     if word not in KINDS:
-        raise OptionError(f"expected what to list, got {asked!r}.{nearest(asked, KINDS)}")
+        raise OptionError(f"expected a kind, got {asked!r}.{nearest(asked, KINDS)}")
     return KINDS[word]
 
 
@@ -86,15 +100,10 @@ def _describe(entry: Entry) -> str:
     from kvpolicy.config import describe
     from kvpolicy.config.docstrings import summary
 
-    if entry.kind != "policy":
-        return summary(entry.value)
-    try:
-        return describe(entry.name)
-    except PolicyError as error:
-        raise PluginError(f"{entry.origin}: policy '{entry.name}': {error}") from error
+    return describe(entry.name) if entry.kind == "policy" else summary(entry.value)
 
 
-def _print_table(found: list[dict[str, str]], failures: list[Failure]) -> None:
+def _print_table(found: list[dict[str, str]], failed: list[Failed]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -110,9 +119,9 @@ def _print_table(found: list[dict[str, str]], failures: list[Failure]) -> None:
             table.add_row(Text(title, style="bold"))
         for row in these:
             table.add_row(f"  {row['name']}", row["description"], row["origin"])
-    if failures:
+    if failed:
         table.add_section()
         table.add_row(Text("could not be loaded", style="bold"))
-    for failure in failures:
-        table.add_row(f"  {failure.point}", str(failure), failure.origin)
+    for each in failed:
+        table.add_row(f"  {each.what}", Text(each.why), each.origin)
     print_rich(table)

@@ -11,6 +11,7 @@ import typer
 
 from kvpolicy.cli import scaffold
 from kvpolicy.cli.output import Json, OptionError, print_json
+from kvpolicy.errors import PluginError
 
 app = typer.Typer(help="Write plugins of your own.", no_args_is_help=True)
 
@@ -26,17 +27,28 @@ class Kind(StrEnum):
     POLICY = "policy"
 
 
+class Role(StrEnum):
+    """What a new scorer can measure."""
+
+    IMPORTANCE = "importance"
+    DIVERSITY = "diversity"
+    OTHER = "other"
+
+
 @app.command("new")
 def new(
     name: Annotated[str, typer.Argument(help="What policy files will call it, such as my-score.")],
     kind: Annotated[Kind, typer.Option(help="What it is.")] = Kind.SCORER,
+    role: Annotated[Role | None, typer.Option(help="What a scorer measures; default: importance.")] = None,
     folder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write it; default: kvpolicy-NAME, here.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a package with a plugin that works, to put your own maths into."""
-    texts = scaffold.package(name, kind.value)
+    if role is not None and kind is not Kind.SCORER:
+        raise OptionError(f"--role: expected none, as a {scaffold.KINDS[kind.value].what} has no role, got '{role}'")
+    texts = scaffold.package(name, kind.value, (role or Role.IMPORTANCE).value)
     _refuse_if_taken(name, scaffold.KINDS[kind.value])
     into = Path(f"kvpolicy-{name}") if folder is None else folder
     scaffold.write(into, texts)
@@ -57,8 +69,13 @@ def new(
 
 def _refuse_if_taken(name: str, kind: scaffold.Kind) -> None:
     """Raise where an installed plugin has the name already: the two could not both be loaded."""
-    from kvpolicy.registry import registry
+    from kvpolicy.loading import built_in
+    from kvpolicy.registry import Registry, registry
 
-    if name in registry().names(kind.place):
-        origin = registry().get(kind.place, name).origin
-        raise OptionError(f"expected a new name, got {name!r}, which {origin} offers")
+    try:
+        known = registry()
+    except PluginError as error:
+        typer.echo(f"warning: {name!r} is compared with kvpolicy's own names alone: {error}", err=True)
+        known = Registry(built_in())
+    if name in known.names(kind.place):
+        raise OptionError(f"expected a new name, got {name!r}, which {known.get(kind.place, name).origin} offers")

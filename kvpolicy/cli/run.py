@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvpolicy.cli.output import Json, OptionError, print_json
+
+if TYPE_CHECKING:
+    from kvpolicy.report import Report
 
 
 class Dtype(StrEnum):
@@ -68,6 +71,18 @@ def run(
         print_json({"text": generated, **counts, "report": session.report.to_dict()})
     else:
         typer.echo(f"{generated}\n\n{session.report}")
+    if not chosen.trivial and _kept_all(session.report):
+        typer.echo(
+            f"note: nothing was evicted, as the budget holds the whole prompt of {prompt_tokens} tokens: "
+            "give a longer one, or a smaller --budget",
+            err=True,
+        )
+
+
+def _kept_all(report: Report) -> bool:
+    """Return whether every head holds all the tokens that were seen."""
+    layers = report.layers.values()
+    return bool(layers) and all(slots == one.seen for one in layers for row in one.kept for slots in row)
 
 
 def read_prompt(prompt: str | None, file: str | None, question: str | None) -> str:

@@ -7,32 +7,88 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpolicy.cli.listing import KINDS, kinds
 from kvpolicy.cli.output import Json, OptionError, print_json, print_rich
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
+    from kvpolicy.contract import Entry
     from kvpolicy.policy import Policy
 
 
 def show(
-    policy: Annotated[str, typer.Argument(help="A policy's name, or the path of a policy file.")],
+    name: Annotated[str, typer.Argument(help="The name of a policy or a plugin, or the path of a policy file.")],
+    kind: Annotated[
+        str | None, typer.Option(metavar="|".join(KINDS), help="Only what of that name is one of these.")
+    ] = None,
     as_json: Json = False,
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print it in full as a policy file.")] = False,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the policy in full as a policy file.")] = False,
 ) -> None:
-    """Show what a policy is made of: each part with its settings, its formula and where that is from."""
+    """Show what a policy is made of, or what a plugin is: settings, formula and where that is from.
+
+    A name may stand for a policy and for plugins: all are shown, as JSON the policy alone. Plugins are a list in JSON.
+    """
     from kvpolicy import load
-    from kvpolicy.config import dump, to_yaml
+    from kvpolicy.config.extend import is_path
 
     if as_json and as_yaml:
         raise OptionError("expected one of --json and --yaml, got both")
-    loaded = load(policy)
-    if as_json:
-        print_json(dump(loaded))
-    elif as_yaml:
-        typer.echo(to_yaml(loaded), nl=False)
+    plugins = [] if is_path(name) else _called(name, kind)
+    policy = None
+    if not plugins or plugins[0].kind == "policy":
+        policy = load(name)
+        plugins = plugins[1:]
+    if as_json or as_yaml:
+        _print_data(policy, plugins, as_yaml)
     else:
-        print_rich(_policy(loaded))
+        _print(policy, plugins)
+
+
+def _called(name: str, kind: str | None) -> list[Entry]:
+    """Return what is registered under a name, or that of one kind; a policy comes first."""
+    from kvpolicy.config.extend import A_PATH
+    from kvpolicy.errors import PolicyError
+    from kvpolicy.registry import registry
+
+    try:
+        every = registry().called(name)
+    except PolicyError as error:
+        raise PolicyError(f"{error} {A_PATH}") from None
+    found = [entry for entry in every if entry.kind in kinds(kind)]
+    if not found:
+        there = ", ".join(entry.what for entry in every)
+        raise OptionError(f"--kind: expected a kind of what {name!r} is ({there}), got {kind!r}")
+    return found
+
+
+def _print(policy: Policy | None, plugins: list[Entry]) -> None:
+    from kvpolicy.cli.about import print_plugin
+    from kvpolicy.config.about import about
+
+    if policy is not None:
+        print_rich(_policy(policy))
+    for index, entry in enumerate(plugins):
+        if policy is not None or index:
+            typer.echo()
+        print_plugin(about(entry))
+
+
+def _print_data(policy: Policy | None, plugins: list[Entry], as_yaml: bool) -> None:
+    from kvpolicy.config import about as of
+    from kvpolicy.config import dump, to_yaml
+
+    if policy is None:
+        if as_yaml:
+            raise OptionError(f"--yaml: expected a policy, got the {plugins[0].what} '{plugins[0].name}'")
+        print_json([of.as_json(of.about(entry)) for entry in plugins])
+        return
+    if as_yaml:
+        typer.echo(to_yaml(policy), nl=False)
+    else:
+        print_json(dump(policy))
+    for entry in plugins:
+        typer.echo(f"note: '{entry.name}' is a {entry.what} too: --kind {entry.kind}", err=True)
 
 
 def _policy(policy: Policy) -> Tree:

@@ -86,7 +86,7 @@ class Fixed:
 def _rank(scores: Tensor, mask: Tensor) -> Tensor:
     ascending = scores.where(mask, torch.inf).sort(-1).values
     lower = torch.searchsorted(ascending, scores.contiguous())
-    return lower / (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
+    return lower.float() / (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
 
 
 def _z_score(scores: Tensor, mask: Tensor) -> Tensor:

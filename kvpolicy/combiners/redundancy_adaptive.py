@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
@@ -27,7 +28,8 @@ class RedundancyAdaptive:
     Args:
         importance: the score that says how much a slot matters.
         diversity: the score that says how unlike the others it is.
-        redundancy: how redundancy is measured: "cosine", "euclidean" or "both" (see `kvpolicy.maths`).
+        redundancy: how redundancy is measured: "cosine", "euclidean" or "both" (see `kvpolicy.maths`); or a number in
+            [0, 1] that stands for that of every head, so that the weight does not adapt.
         join: how the two measures of "both" become one: "mean", "max", "min" or "product".
         on: what redundancy is measured on, "keys" or "values".
         space: keys after RoPE, as stored ("post-rope"), or before it ("pre-rope"), where they are more alike.
@@ -52,7 +54,7 @@ class RedundancyAdaptive:
     formula = "r * diversity + (1 - r) * importance, r the redundancy of the head"
     importance: Score
     diversity: Score
-    redundancy: Literal["cosine", "euclidean", "both"] = "both"
+    redundancy: Literal["cosine", "euclidean", "both"] | Annotated[float, Ge(0), Le(1)] = "both"
     join: Literal["mean", "max", "min", "product"] = "mean"
     on: On = "keys"
     space: Space = "post-rope"
@@ -80,6 +82,10 @@ class RedundancyAdaptive:
 
     def measure(self, view: LayerView) -> Tensor:
         """Return the redundancy of each head, float32 ``[B, Hkv]`` in [0, 1]."""
+        if not isinstance(self.redundancy, str):
+            return torch.full(
+                view.candidates.shape[:2], self.redundancy, dtype=torch.float32, device=view.candidates.device
+            )
         measured = vectors(view, self.on, self.space)
         if self.redundancy == "cosine":
             return cosine_redundancy(measured, view.candidates)

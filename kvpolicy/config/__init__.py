@@ -9,7 +9,8 @@ from typing import Any
 
 from kvpolicy.config.build import build
 from kvpolicy.config.dump import dump, to_yaml
-from kvpolicy.config.extend import KEYS, find, lay, resolve
+from kvpolicy.config.extend import KEYS, Document, find, lay_keywords, resolve
+from kvpolicy.config.order import explained
 from kvpolicy.config.schema import schema
 from kvpolicy.config.source import Place, from_python
 from kvpolicy.errors import PolicyFileError, nearest
@@ -44,11 +45,19 @@ def load(
     for name in overrides:
         if name not in known:
             raise PolicyFileError(f"unknown argument {name!r} of load().{nearest(name, known)}")
-    whole = resolve(find(source))
     if budget is not None:
         overrides = {"budget": budget, **overrides}
     given = {name: from_python(value, Place(f"argument {name}=")) for name, value in overrides.items()}
-    return build(lay(whole, replace(whole, value=given)))
+
+    def made(document: Document) -> Policy:
+        whole = resolve(document)
+        return build(lay_keywords(whole, replace(whole, value=given)))
+
+    document = find(source)
+    try:
+        return made(document)
+    except PolicyFileError as error:
+        raise explained(error, document, made) from None
 
 
 def describe(name: str) -> str:

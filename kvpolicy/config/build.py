@@ -32,11 +32,11 @@ def build(whole: Item) -> Policy:
         "decode": _decode,
         "store": partial(_plugin, "store"),
     }
-    return _make(Policy, whole, (), builders)
+    return make(Policy, whole, (), builders)
 
 
 def _budget(item: Item, path: Path) -> Budget:
-    return _make(Budget, item, path, {name: partial(_plugin, name) for name in ("layers", "heads")})
+    return make(Budget, item, path, {name: partial(_plugin, name) for name in ("layers", "heads")})
 
 
 def _decode(item: Item, path: Path) -> Decode | None:
@@ -44,7 +44,7 @@ def _decode(item: Item, path: Path) -> Decode | None:
         return None
     if not isinstance(item.value, dict):
         raise fault((item.place, f"decode: expected a mapping (every: 64) or null, got {show(item.plain)}"))
-    return _make(Decode, item, path, {})
+    return make(Decode, item, path, {})
 
 
 def _plugin(kind: str, item: Item, path: Path) -> object:
@@ -62,7 +62,7 @@ def _plugin(kind: str, item: Item, path: Path) -> object:
         raise fault((named.place, f"{where}: {error}")) from None
     below = {name: part for name, part in item.value.items() if name != "type"} if named is not item else {}
     builders = {name: _child(cls, name) for name in child_fields(cls)}
-    return _make(cls, Item(below, item.place, item.key), path, builders)
+    return make(cls, Item(below, item.place, item.key), path, builders)
 
 
 def _child(cls: type, name: str) -> Builder:
@@ -78,8 +78,12 @@ def _plugins(item: Item, path: Path) -> list[object]:
     return [_plugin("score", part, (*path[:-1], f"{path[-1]}[{at}]")) for at, part in enumerate(item.value)]
 
 
-def _make(cls: type[T], item: Item, path: Path, builders: Mapping[str, Builder]) -> T:
-    """Return an instance of `cls` with the settings in `item`, those with a builder built by it."""
+def make(cls: type[T], item: Item, path: Path, builders: Mapping[str, Builder]) -> T:
+    """Return an instance of `cls` with the settings in `item`, those with a builder built by it.
+
+    Raises:
+        PolicyFileError: when a setting is wrong; with the place of each.
+    """
     settings: dict[str, Any] = {}
     for name, part in item.value.items():
         settings[name] = builders[name](part, (*path, name)) if name in builders else part.plain
@@ -108,5 +112,15 @@ def _located(error: SettingError, item: Item, path: Path) -> PolicyFileError:
                 break
         place = at.key if kind == "unexpected_keyword_argument" and at.key else at.place
         text = message if found is NOTHING else f"{message}, got {show(found)}"
+        if kind == "unexpected_keyword_argument" and path[:1] == ("score",):
+            text += _of_a_combiner(str(location[-1]))
         problems.append((place, f"{where}: {text}" if where else text))
     return fault(*problems)
+
+
+def _of_a_combiner(setting: str) -> str:
+    """Return a hint where an unknown setting is a child of some combiners."""
+    having = [entry.name for entry in registry().entries("combiner") if setting in child_fields(entry.value)]
+    if not having:
+        return ""
+    return f" It is a part of a combiner: add type: {' or '.join(having)}."

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import enum
+from pathlib import PurePath
 from typing import Any
 
 from kvpolicy.config.source import to_text
@@ -45,8 +46,26 @@ def dump_plugin(plugin: Any) -> dict[str, Any]:
         value = getattr(plugin, field.name)
         if field.name in below:
             value = [dump_plugin(part) for part in value] if isinstance(value, tuple) else dump_plugin(value)
-        values[field.name] = list(value) if isinstance(value, tuple) else copy.copy(value)
+        values[field.name] = _plain(value)
     return values
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as a policy file writes it; what none can give, as it is.
+
+    >>> _plain(((1, 2), {"b", "a"}, PurePath("x")))
+    [[1, 2], ['a', 'b'], 'x']
+    """
+    if isinstance(value, (set, frozenset)):
+        # In an order that is not by chance.
+        return sorted(map(_plain, value), key=repr)
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def to_yaml(policy: Policy) -> str:

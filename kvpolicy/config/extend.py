@@ -16,6 +16,9 @@ from kvpolicy.registry import registry
 KEYS = ("name", "description", "extends", "score", "budget", "select", "prefill", "decode", "store")
 """What a policy file may say at its top."""
 
+A_PATH = "The path of a file has a '/' or ends in .yaml."
+"""How a path is told from a name."""
+
 DEFAULTS = {
     "budget": {"layers": "uniform", "heads": "uniform"},
     "select": {"type": "top-k"},
@@ -53,15 +56,16 @@ def find(source: object) -> Document:
     """
     if isinstance(source, Mapping):
         return _document(from_python(source, Place("policy mapping")), "this mapping")
-    if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_path(source)):
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source)):
         path = Path(source)
         return _document(read(path), str(path), path)
     if not isinstance(source, str):
         raise fault((Place("policy"), f"expected a name, a path or a mapping, got {show(source)}"))
     try:
-        return _registered(source)
+        path = registry().get("policy", source).value
     except PolicyError as error:
-        raise PolicyFileError(f"{error} The path of a file has a '/' or ends in .yaml.") from None
+        raise PolicyFileError(f"{error} {A_PATH}") from None
+    return _document(read(path), source, path)
 
 
 def resolve(document: Document, above: tuple[Document, ...] = ()) -> Item:
@@ -78,13 +82,36 @@ def resolve(document: Document, above: tuple[Document, ...] = ()) -> Item:
     """
     above = (*above, document)
     whole = from_python(DEFAULTS, document.body.place)
+    names = []
     for index, named in enumerate(document.extends):
-        base = _base(document, named)
+        base = base_of(document, named)
         if any(base.is_same(other) for other in above):
             ring = " -> ".join(other.title for other in (*above, base))
             raise fault((named.place, f"extends: expected a policy that does not lead back here, got {ring}"))
         whole = resolve(base, above) if index == 0 else lay(whole, base.body)
-    return lay(whole, document.body)
+        names.append(str(base.body.value["name"].value))
+    return lay(whole, _described(whole, document.body, names))
+
+
+def lay_keywords(whole: Item, given: Item) -> Item:
+    """Return a resolved policy with the keywords of `kvpolicy.load` laid over it."""
+    name = whole.value.get("name")
+    return lay(whole, given if name is None else _described(whole, given, [str(name.value)]))
+
+
+def _described(base: Item, body: Item, names: list[str]) -> Item:
+    """Return the body with a description of its own where that of its bases, called `names`, would be wrong."""
+    old = base.value.get("description")
+    if old is None or "description" in body.value or (len(names) == 1 and _is_alike(body)):
+        return body
+    return _with(body, "description", Item(f"after {' + '.join(names)}", old.place))
+
+
+def _is_alike(body: Item) -> bool:
+    """Whether a body only renames what it is laid over, or changes how much that keeps."""
+    budget = _long(body).value.get("budget")
+    sizes = budget is None or budget.value.keys() <= {"tokens", "keep"}
+    return sizes and body.value.keys() <= {"name", "budget"}
 
 
 def lay(base: Item, body: Item) -> Item:
@@ -160,7 +187,8 @@ def _inherit(item: Item, score: Item | None) -> Item:
             return item
         return replace(item, value={name: _inherit(part, score) for name, part in item.value.items()})
     if score is None:
-        raise fault((item.place, "score: expected a policy to inherit the importance of; this one extends none"))
+        expected = "score: expected a policy to inherit the importance of"
+        raise fault((item.place, f"{expected}; this one extends none: add extends: POLICY"))
     part = score.value["importance"] if isinstance(score.value, dict) and "importance" in score.value else score
     for cls in _scorers(part):
         role = role_of(cls)
@@ -209,21 +237,18 @@ def _extended(item: Item) -> tuple[Item, ...]:
     return named
 
 
-def _base(document: Document, named: Item) -> Document:
+def base_of(document: Document, named: Item) -> Document:
     """Return the policy that `document` extends by a name, or by a path relative to its own file."""
-    if not _is_path(named.value):
+    if not is_path(named.value):
         try:
-            return _registered(named.value)
+            path = registry().get("policy", named.value).value
         except PolicyError as error:
             raise fault((named.place, f"extends: {error}")) from None
+        return _document(read(path), named.value, path)
     path = Path(named.value) if document.file is None else document.file.parent / named.value
     return _document(read(path, named.place), str(path), path)
 
 
-def _registered(name: str) -> Document:
-    path = registry().get("policy", name).value
-    return _document(read(path), name, path)
-
-
-def _is_path(text: str) -> bool:
+def is_path(text: str) -> bool:
+    """Return whether a text is the path of a policy file, not a name."""
     return "/" in text or os.sep in text or text.endswith((".yaml", ".yml"))

@@ -9,12 +9,11 @@ from __future__ import annotations
 import typing
 from typing import Any
 
-from pydantic import PydanticInvalidForJsonSchema, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from kvpolicy.config.docstrings import arguments, summary
 from kvpolicy.contract import INHERITED, WHAT, Entry
-from kvpolicy.errors import PluginError
 from kvpolicy.plugin import child_fields
 from kvpolicy.policy import Budget, Decode, Policy
 from kvpolicy.registry import registry
@@ -32,9 +31,6 @@ PLACES = {
 def schema() -> dict[str, Any]:
     """Return the JSON schema, draft 2020-12, of a policy file.
 
-    Raises:
-        PluginError: when a plugin has a setting that no policy file could give.
-
     >>> sorted(schema()["properties"])
     ['budget', 'decode', 'description', 'extends', 'name', 'prefill', 'score', 'select', 'store']
     """
@@ -42,7 +38,7 @@ def schema() -> dict[str, Any]:
     for place, kinds in PLACES.items():
         entries = [entry for kind in kinds for entry in registry().entries(kind)]
         definitions[place] = _place(place, entries)
-        definitions |= {_key(entry): _plugin(entry) for entry in entries}
+        definitions |= {_key(entry): plugin_schema(entry) for entry in entries}
     about = arguments(Policy)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -59,7 +55,7 @@ def schema() -> dict[str, Any]:
             "budget": {"$ref": "#/$defs/budget", "description": about["budget"]},
             "select": {"$ref": "#/$defs/selector", "description": about["select"]},
             "store": {"$ref": "#/$defs/store", "description": about["store"]},
-            "prefill": _setting("kvpolicy", Policy, "prefill"),
+            "prefill": _setting(Policy, "prefill"),
             "decode": {"anyOf": [_decode(), {"type": "null"}], "description": about["decode"]},
         },
         "$defs": definitions,
@@ -76,7 +72,7 @@ def _extends() -> dict[str, Any]:
 
 
 def _budget() -> dict[str, Any]:
-    settings = {name: _setting("kvpolicy", Budget, name) for name in ("tokens", "keep")}
+    settings = {name: _setting(Budget, name) for name in ("tokens", "keep")}
     about = arguments(Budget)
     settings |= {name: {"$ref": f"#/$defs/{name}", "description": about[name]} for name in ("layers", "heads")}
     return {
@@ -98,7 +94,7 @@ def _decode() -> dict[str, Any]:
     return {
         "type": "object",
         "additionalProperties": False,
-        "properties": {name: _setting("kvpolicy", Decode, name) for name in ("every", "grace")},
+        "properties": {name: _setting(Decode, name) for name in ("every", "grace")},
     }
 
 
@@ -114,10 +110,11 @@ def _place(place: str, entries: list[Entry]) -> dict[str, Any]:
     return {"title": WHAT[place], "anyOf": [{"enum": bare}, *refs, *inherited, laid_over]}
 
 
-def _plugin(entry: Entry) -> dict[str, Any]:
+def plugin_schema(entry: Entry) -> dict[str, Any]:
+    """Return the JSON schema of the mapping by which a policy file names a plugin."""
     cls = entry.value
     lines = [summary(cls), getattr(cls, "formula", ""), getattr(cls, "source", "")]
-    settings = {name: _setting(entry.origin, cls, name) for name in cls.__pydantic_fields__}
+    settings = {name: _setting(cls, name) for name in cls.__pydantic_fields__}
     return {
         "title": entry.name,
         "description": "\n".join(line for line in lines if line),
@@ -128,7 +125,7 @@ def _plugin(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _setting(origin: str, cls: Any, name: str) -> dict[str, Any]:
+def _setting(cls: Any, name: str) -> dict[str, Any]:
     """Return the schema of one field of a plugin class: its type, bounds, default and description."""
     field = cls.__pydantic_fields__[name]
     hint = typing.get_type_hints(cls, include_extras=True)[name]
@@ -137,12 +134,7 @@ def _setting(origin: str, cls: Any, name: str) -> dict[str, Any]:
         several = typing.get_origin(typing.get_type_hints(cls)[name]) is tuple
         found = {"type": "array", "items": score} if several else score
     else:
-        try:
-            found = TypeAdapter(hint).json_schema()
-        except PydanticInvalidForJsonSchema as error:
-            raise PluginError(
-                f"{origin}: setting '{name}' of '{cls.name}': no policy file can give it: {error}"
-            ) from error
+        found = TypeAdapter(hint).json_schema()
         if not field.is_required():
             found["default"] = to_jsonable_python(field.get_default(call_default_factory=True))
     about = field.description or arguments(cls).get(name)

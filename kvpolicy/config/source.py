@@ -116,25 +116,39 @@ def read(path: Path, asked: Place | None = None) -> Item:
     Raises:
         PolicyFileError: when it cannot be read or does not hold one mapping.
     """
+    return parse(read_text(path, asked), str(path))
+
+
+def read_text(path: Path, asked: Place | None = None, *, what: str = "policy") -> str:
+    """Return the text of the file at `path`, UTF-8.
+
+    Args:
+        path: the file.
+        asked: where another file names it.
+        what: kind of file, in errors.
+
+    Raises:
+        PolicyFileError: when it cannot be read.
+    """
     place = Place(str(path), file=True)
+    expected = f"expected a {what} file"
     # A pipe or a device may never end.
     if os.path.exists(path) and not os.path.isfile(path):
-        raise fault((asked or place, f"expected a policy file, got {str(path)!r}, which is a folder, pipe or device"))
+        raise fault((asked or place, f"{expected}, got {str(path)!r}, which is a folder, pipe or device"))
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         lines = error.object[: error.start].decode("utf-8").split("\n")
         bad = error.object[error.start]
         place = Place(str(path), len(lines), len(lines[-1]) + 1, file=True)
         raise fault((place, f"expected UTF-8 text, got the byte 0x{bad:02x}")) from None
     except FileNotFoundError:
-        close = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.y*ml")])
+        close = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.*")])
         hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise fault((asked or place, f"expected a policy file, found no {str(path)!r}.{hint}")) from None
+        raise fault((asked or place, f"{expected}, found no {str(path)!r}.{hint}")) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise fault((asked or place, f"expected a policy file, cannot read {str(path)!r}: {reason}")) from None
-    return parse(text, str(path))
+        raise fault((asked or place, f"{expected}, cannot read {str(path)!r}: {reason}")) from None
 
 
 def parse(text: str, file: str) -> Item:
@@ -150,14 +164,31 @@ def parse(text: str, file: str) -> Item:
     >>> parse("on: keys", "my.yaml").plain
     {'on': 'keys'}
     """
+    item = compose(text, file, "policy, a mapping")
+    if not isinstance(item.value, dict):
+        raise fault((item.place, f"expected a policy, a mapping, got {show(item.plain)}"))
+    return item
+
+
+def compose(text: str, file: str, what: str) -> Item:
+    """Return the value that a YAML text holds.
+
+    Args:
+        text: the YAML.
+        file: what to call it in errors.
+        what: it should hold, in errors.
+
+    Raises:
+        PolicyFileError: when it is not one document of plain YAML, or an empty one.
+    """
     start = Place(file, 1, 1, file=True)
     try:
         node = yaml.compose(text, Loader=_Loader)
         if node is None:
-            raise fault((start, "expected a policy, a mapping; the file is empty"))
-        item = _Reader(file).item(node)
+            raise fault((start, f"expected a {what}; the file is empty"))
+        return _Reader(file).item(node)
     except RecursionError:
-        raise fault((start, "expected a policy; the file nests lists or mappings too deeply")) from None
+        raise fault((start, f"expected a {what}; the file nests lists or mappings too deeply")) from None
     except yaml.reader.ReaderError as error:
         lines = text[: error.position].split("\n")
         place = Place(file, len(lines), len(lines[-1]) + 1, file=True)
@@ -167,9 +198,6 @@ def parse(text: str, file: str) -> Item:
         place = start if mark is None else Place(file, mark.line + 1, mark.column + 1, file=True)
         doing = f"{error.context}, " if error.context else ""
         raise fault((place, f"not one YAML document: {doing}{error.problem}")) from None
-    if not isinstance(item.value, dict):
-        raise fault((item.place, f"expected a policy, a mapping, got {show(item.plain)}"))
-    return item
 
 
 def to_text(value: object) -> str:

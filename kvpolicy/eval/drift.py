@@ -65,16 +65,51 @@ def full_logits(model: PreTrainedModel, ids: Tensor, continuation: Tensor) -> Te
 
 
 def evicted_logits(model: PreTrainedModel, policy: Policy, ids: Tensor, continuation: Tensor) -> Tensor:
-    """Return the same with what `policy` keeps of the prompt, ``[B, n, V]``.
+    """Return the same with what `policy` keeps of the prompt, ``[B, n, V]``: see `evicted`."""
+    return evicted(model, policy, ids, continuation).logits
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """What a model predicts with an evicted cache.
+
+    Args:
+        logits: ``[B, n, V]``, after each token of the continuation.
+        bytes: of keys and values that were kept of the prompt.
+        bytes_full: that a full cache would hold of it.
+    """
+
+    logits: Tensor
+    bytes: int
+    bytes_full: int
+
+
+def evicted(model: PreTrainedModel, policy: Policy, ids: Tensor, continuation: Tensor) -> Evicted:
+    """Return what the model predicts after each token of the continuation with what `policy` keeps of the prompt.
 
     The token after the prompt is predicted before anything is evicted, so the first prediction here is that of the
     continuation's second token. The continuation is one forward pass: the policy acts again only once all of it has
     attended, so its every token sees the slots kept of the prompt and the tokens before it, as it would one by one.
     """
-    with policy.on(model):
+    with policy.on(model) as run:
         _, cache = _forward(model, ids, last=1)
+        kept, full = run.report.bytes, run.report.bytes_full
         logits, _ = _forward(model, continuation, last=continuation.shape[1], cache=cache)
-    return logits
+    return Evicted(logits, kept, full)
+
+
+def perplexity(logits: Tensor, continuation: Tensor) -> float:
+    """Return the perplexity of the continuation's tokens after its first, ``exp(mean of -log p(token))``.
+
+    Args:
+        logits: ``[B, n, V]``, after each token of the continuation.
+        continuation: int64 ``[B, n]``, n at least 2.
+
+    >>> round(perplexity(torch.zeros(1, 3, 8), torch.tensor([[1, 2, 3]])), 9)
+    8.0
+    """
+    chances = logits[:, :-1].double().log_softmax(-1)
+    return float((-chances.gather(-1, continuation[:, 1:, None])).mean().exp())
 
 
 def compare(full: Tensor, evicted: Tensor) -> Drift:

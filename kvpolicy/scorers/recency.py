@@ -28,7 +28,7 @@ class Recency:
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, in [0, 1], higher means later; 0 for a lone slot."""
-        place = (view.valid.cumsum(-1) - 1).clamp(min=0)
+        place = (view.valid.cumsum(-1) - 1).clamp(min=0).float()
         return place / (view.valid.sum(-1, keepdim=True) - 1).clamp(min=1)
 
 

@@ -6,17 +6,14 @@ from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
-from einops import rearrange
 from pydantic import AfterValidator
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
+from kvpolicy.attention import window_attention
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.plugin import settings
 from kvpolicy.types import LayerView, Needs
-
-# Components beyond this would overflow the float32 product of a query and a key; no model's come near it.
-LIMIT = 1e15
 
 
 def _odd(kernel: int) -> int:
@@ -65,7 +62,7 @@ class SnapKV:
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, in [0, 1], higher means more attended to."""
-        attention = _window_attention(view).where(view.candidates[:, :, None], 0)
+        attention = window_attention(view).where(view.candidates[:, :, None], 0)
         # Slots that are no slots are no neighbours either: padding between two turns goes to the end first.
         order = (~view.valid).int().argsort(dim=-1, stable=True)[:, :, None].expand_as(attention)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
@@ -74,23 +71,6 @@ class SnapKV:
         )
         pooled = torch.empty_like(attention).scatter_(-1, order, pooled.view(attention.shape))
         return pooled.mean(2)
-
-
-def _window_attention(view: LayerView) -> Tensor:
-    """Return the attention of each query head to each slot, mean over its queries, float32 ``[B, Hkv, G, T]``."""
-    # In float32 whatever the dtype: logits rounded to bfloat16 move the attention itself by per cents.
-    queries = view.queries.float().clamp(-LIMIT, LIMIT) * view.scaling  # type: ignore[union-attr]
-    queries = rearrange(queries, "b (h g) w d -> b h (g w) d", h=view.kv_heads)
-    logits = queries @ view.keys.float().clamp(-LIMIT, LIMIT).mT
-    logits = rearrange(logits, "b h (g w) t -> b h g w t", g=view.group)
-
-    past = view.positions[:, :, None] <= view.query_positions[:, None, :, None]
-    seen = view.valid[:, :, None] & past  # [B, Hkv, W, T]
-    exists = seen.any(-1)
-    # Not -inf: a query that sees nothing would be nan; it is uniform instead, and weighs nothing below.
-    attention = logits.masked_fill_(~seen[:, :, None], torch.finfo(torch.float32).min).softmax(-1)
-    weights = exists.float() / exists.sum(-1, keepdim=True).clamp(min=1)
-    return (weights[:, :, None, None] @ attention).squeeze(-2)
 
 
 @hookimpl

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from pytest import MarkDecorator
 
 
+BASIC = ("declaration", "undeclared_reads", "shapes", "lengths", "protects", "selection")
+"""Checks without which no other tells anything."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One check of one plugin; called, it raises where the plugin does not keep to its contract.
@@ -41,13 +45,22 @@ class Check:
     run: Callable[[Any], None]
 
     def __call__(self) -> None:
+        fault = self._fault()
+        if fault is None:
+            return
         who = f"{kind(self.plugin)} '{label(self.plugin)}', check '{self.name}'"
+        basic = "" if self.name in BASIC else _first_basic(self.plugin)
+        if basic:
+            raise ConformanceError(f"{who}: tells nothing before '{basic}' passes") from None
+        # A traceback is worth its length only where the plugin itself raised.
+        raise ConformanceError(f"{who}: {_said(fault)}") from (None if isinstance(fault, KVPolicyError) else fault)
+
+    def _fault(self) -> Exception | None:
         try:
             self.run(self.plugin)
-        except KVPolicyError as error:
-            raise ConformanceError(f"{who}: {error}") from error
         except Exception as error:
-            raise ConformanceError(f"{who}: raised {type(error).__name__}: {error}") from error
+            return error
+        return None
 
     def __str__(self) -> str:
         return f"{label(self.plugin)}-{self.name}"
@@ -151,6 +164,8 @@ def parametrize_with_checks(
     """
     import pytest
 
+    if not isinstance(plugins, Iterable):
+        raise ConformanceError(f"expected a list of plugins, got {plugins!r}")
     params = []
     for plugin in plugins:
         expected = _expected(plugin, expected_failures)
@@ -163,6 +178,8 @@ def parametrize_with_checks(
 
 def _expected(plugin: Any, expected: Mapping[str, str] | None) -> Mapping[str, str]:
     known = checks_of(plugin)
+    if not isinstance(expected, Mapping | None):
+        raise ConformanceError(f"expected_failures: expected a mapping from checks to reasons, got {expected!r}")
     for name, reason in (expected or {}).items():
         if name not in known:
             raise ConformanceError(
@@ -173,6 +190,15 @@ def _expected(plugin: Any, expected: Mapping[str, str] | None) -> Mapping[str, s
     return expected or {}
 
 
+def _first_basic(plugin: Any) -> str:
+    """Return the first basic check that a plugin fails, "" where none."""
+    return next((check.name for check in checks(plugin) if check.name in BASIC and check._fault()), "")
+
+
+def _said(fault: Exception) -> str:
+    return str(fault) if isinstance(fault, KVPolicyError) else f"raised {type(fault).__name__}: {fault}"
+
+
 def label(plugin: Any) -> str:
     """Return a plugin's name with the settings that differ from their defaults.
 
@@ -180,13 +206,17 @@ def label(plugin: Any) -> str:
     >>> label(SnapKV(window=8, pooling="max"))
     'snapkv(window=8,pooling=max)'
     """
-    below = children(plugin) if not isinstance(plugin, type) else {}
+    below = children(plugin)
     parts = []
     for field in dataclasses.fields(plugin):
         value = getattr(plugin, field.name)
         if field.name in below:
             inside = ",".join(label(child) for child in (value if isinstance(value, tuple) else (value,)))
             parts.append(f"{field.name}={inside}")
-        elif value != field.default:
+        elif repr(value) != repr(_default(field)):
             parts.append(f"{field.name}={value}")
     return f"{plugin.name}({','.join(parts)})" if parts else plugin.name
+
+
+def _default(field: dataclasses.Field[Any]) -> object:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

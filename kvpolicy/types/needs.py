@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvpolicy.errors import PluginError
+from kvpolicy.errors import PluginError, nearest
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Needs:
         call: whether it reads what the attention module was called with.
 
     Raises:
-        PluginError: when one of them is anything else.
+        PluginError: when one of them is anything else, or there is no such need.
 
     >>> Needs(queries=8) | Needs(values=True)
     Needs(queries=8, keys=False, values=True, pre_rope=False, modality=False, call=False)
@@ -36,6 +36,13 @@ class Needs:
     pre_rope: bool = False
     modality: bool = False
     call: bool = False
+
+    def __new__(cls, *_: object, **given: object) -> Needs:
+        known = [each.name for each in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise PluginError(f"Needs: unknown need {name!r}.{nearest(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if not isinstance(self.queries, int) or isinstance(self.queries, bool) or self.queries < 0:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvpolicy.errors import UndeclaredReadError, ViewError
+from kvpolicy.errors import UndeclaredReadError, ViewError, nearest
 from kvpolicy.types.needs import MODALITIES, Call, Modality, Needs
 
 
@@ -90,6 +91,13 @@ class LayerView:
             _expect("modality", self.modality, (batch, heads, slots), torch.int8)
         if self.call is not None:
             _check_call(self.call, batch, slots)
+
+    if not TYPE_CHECKING:  # to a type checker it would mean that every name is there
+
+        def __getattr__(self, name: str) -> Any:
+            # Called for what is missing alone.
+            known = {each.name for each in fields(LayerView)} | {each for each in dir(LayerView) if each[0] != "_"}
+            raise AttributeError(f"LayerView has no {name!r}.{nearest(name, known)}")
 
     def _check_queries(self, queries: Tensor) -> None:
         batch, heads, slots, size = self.keys.shape

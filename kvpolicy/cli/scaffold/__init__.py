@@ -13,6 +13,9 @@ from kvpolicy.cli.output import OptionError
 NOT_A_NAME = ("false", "inherited", "none", "null", "true")
 """What YAML, Python or a policy file takes for something else."""
 
+OURS = ("example", "kvpress")
+"""What the packages that kvpolicy brings beside itself are called, after 'kvpolicy-'."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -38,6 +41,31 @@ KINDS = {
     "policy": Kind("policy", "policy", "policies"),
 }
 
+
+@dataclass(frozen=True)
+class Role:
+    """What a new scorer may measure, and where in the example it stands.
+
+    Args:
+        base: the policy that the example extends.
+        score: what the example says of its score.
+        description: of the example.
+    """
+
+    base: str
+    score: str
+    description: str
+
+
+ROLES = {
+    "importance": Role("ecokv-snapkv", "\n  importance: $name", "ECOKV's score with $name for its importance"),
+    "diversity": Role("ecokv-snapkv", "\n  diversity: $name", "ECOKV's score with $name for its diversity"),
+    "other": Role("snapkv", " $name", "SnapKV's budget and selection with $name for its score"),
+}
+
+REQUIRED = {"annotated_types": "annotated-types", "kvpolicy": "kvpolicy", "torch": "torch"}
+"""Module that a template may import -> the distribution it comes with."""
+
 PATHS = {
     "pyproject.toml": "pyproject.toml",
     "module.py": "$module.py",
@@ -51,12 +79,13 @@ POLICY_PATHS = PATHS | {"module.py": "$module/__init__.py", "policy.yaml": "$mod
 """Of a policy: a folder instead of a module, as its YAML file has to be installed too."""
 
 
-def package(name: str, kind: str) -> dict[str, str]:
+def package(name: str, kind: str, role: str = "importance") -> dict[str, str]:
     """Return the files of a package for a plugin called `name`: path -> text.
 
     Args:
         name: what policy files will call it.
         kind: one of `KINDS`.
+        role: one of `ROLES`; of a scorer.
 
     Raises:
         OptionError: when the name will not do.
@@ -66,8 +95,18 @@ def package(name: str, kind: str) -> dict[str, str]:
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or name in NOT_A_NAME:
         raise OptionError(f"expected a name such as my-score, lower-case words joined by dashes, got {name!r}")
+    if name.startswith("kvpolicy-"):
+        short = name.removeprefix("kvpolicy-")
+        raise OptionError(f"expected a name without 'kvpolicy-', which the package gets in front: {short}")
+    module, chosen = _template(kind, "module.py").template, ROLES[role]
+    required = [name for imported, name in REQUIRED.items() if re.search(rf"^(from|import) {imported}\b", module, re.M)]
     words = {
         "name": name,
+        "role": role,
+        "base": chosen.base,
+        "score": Template(chosen.score).substitute(name=name),
+        "description": Template(chosen.description).substitute(name=name),
+        "dependencies": ", ".join(f'"{one}"' for one in required),
         "title": name.replace("-", " ").capitalize(),
         "cls": "".join(word.capitalize() for word in name.split("-")),
         "distribution": f"kvpolicy-{name}",
@@ -75,7 +114,12 @@ def package(name: str, kind: str) -> dict[str, str]:
         "what": KINDS[kind].what,
         "listed": KINDS[kind].listed,
     }
-    _check_class(words["cls"], _template(kind, "module.py").template)
+    if name in OURS:
+        raise OptionError(f"expected another name: {words['distribution']} is a package of kvpolicy's own")
+    if words["cls"].startswith("Test") or words["module"].endswith("_test"):
+        took = f"the class {words['cls']} or the module {words['module']}"
+        raise OptionError(f"expected another name: pytest would take {took} for tests")
+    _check_class(words["cls"], f"{module}\n{_template(kind, 'test.py').template}")
     words["example"] = _template(kind, "example.yaml").substitute(words)
     paths = POLICY_PATHS if kind == "policy" else PATHS
     return {
@@ -109,7 +153,7 @@ def _template(kind: str, name: str) -> Template:
 
 
 def _check_class(cls: str, text: str) -> None:
-    """Raise where the class would be called like something that its module imports."""
+    """Raise where the class would be called like something that its module or test imports."""
     imported = re.findall(r"\w+", " ".join(re.findall(r"^(?:from|import) .*", text, re.MULTILINE)))
     if "$cls" in text and cls in imported:
-        raise OptionError(f"expected another name: the class would be called {cls}, as what its module imports")
+        raise OptionError(f"expected another name: the class would be called {cls}, as what its module or test imports")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpolicy.testing.checks import of_all, of_combiners, of_heads, of_layers, of_scores, of_selectors
+from kvpolicy.testing.checks import of_all, of_combiners, of_heads, of_layers, of_runs, of_scores, of_selectors
 
 Run = Callable[[Any], None]
 
@@ -23,4 +23,4 @@ def checks_of(plugin: Any) -> dict[str, Run]:
         "heads": of_heads.checks_of,
         "selector": of_selectors.checks_of,
     }[of_all.kind(plugin)]
-    return {**of_all.FIRST, **own(plugin), **of_all.LAST}
+    return {**of_all.CHECKS, **own(plugin), **of_runs.CHECKS}

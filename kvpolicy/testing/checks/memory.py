@@ -1,4 +1,4 @@
-"""How large the tensors get that something makes."""
+"""How much memory something takes: its largest tensor, and all that are alive at once."""
 
 from __future__ import annotations
 
@@ -6,22 +6,42 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class _Largest(TorchDispatchMode):
-    """Watches every operation for the largest storage among its results; a view has that of what it looks at."""
+class _Watch(TorchDispatchMode):
+    """Watches the storages among the results of every operation; a view has that of what it looks at."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
+        self.largest = 0
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(tensor, Tensor):
-                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+                self._see(tensor)
         return out
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        self.largest = max(self.largest, size)
+        reference = StorageWeakRef(storage)
+        known = self._alive.get(reference.cdata)
+        if known is not None and not known[0].expired():
+            return
+        self._alive[reference.cdata] = reference, size
+        self._bytes += size
+        # Looking for dead ones at each operation would take longer than the operations.
+        if self._bytes > 1.05 * self.peak:
+            self._alive = {key: (one, held) for key, (one, held) in self._alive.items() if not one.expired()}
+            self._bytes = sum(held for _, held in self._alive.values())
+            self.peak = max(self.peak, self._bytes)
 
 
 def largest(run: Callable[[], object]) -> int:
@@ -31,6 +51,18 @@ def largest(run: Callable[[], object]) -> int:
     >>> largest(lambda: torch.zeros(10) + torch.zeros(10, 1))
     400
     """
-    with _Largest() as watch:
+    with _Watch() as watch:
         run()
-    return watch.bytes
+    return watch.largest
+
+
+def peak(run: Callable[[], object]) -> int:
+    """Return the bytes of all tensors that operations of `run` have returned and that are alive at once, at most.
+
+    >>> import torch
+    >>> peak(lambda: [torch.zeros(10) for _ in range(5)]), peak(lambda: [int(torch.zeros(10).sum()) for _ in range(5)])
+    (200, 44)
+    """
+    with _Watch() as watch:
+        run()
+    return watch.peak

@@ -1,11 +1,10 @@
-"""What every plugin is checked for: what it says of itself, YAML, pickle, and a run in a model."""
+"""What every plugin is checked for: what it says of itself, YAML and pickle."""
 
 from __future__ import annotations
 
 import pickle
 from typing import Any
 
-import torch
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from kvpolicy.config import load, to_yaml
@@ -14,11 +13,7 @@ from kvpolicy.config.source import parse
 from kvpolicy.contract import fault
 from kvpolicy.errors import ConformanceError
 from kvpolicy.plugin import kind_of
-from kvpolicy.testing.checks.places import TOKENS, known, policy_with
-from kvpolicy.testing.models import tiny
-
-NEW = 3
-"""How many tokens `generate` makes."""
+from kvpolicy.testing.checks.places import known, policy_with
 
 
 def kind(plugin: Any) -> str:
@@ -74,27 +69,4 @@ def pickle_round_trip(plugin: Any) -> None:
         raise ConformanceError(f"expected an equal plugin when it is unpickled, got {again!r} for {plugin!r}")
 
 
-def generate(plugin: Any) -> None:
-    """A policy with it runs in `model.generate`, two prompts of which one is padded, and holds its budget."""
-    model: Any = tiny()
-    lengths = (40, 24)
-    ids = torch.arange(3, 3 + 40).repeat(len(lengths), 1)
-    mask = torch.stack([torch.arange(40) >= 40 - length for length in lengths]).long()
-    policy = policy_with(plugin)
-    with policy.on(model) as run:
-        model.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0
-        )
-    # The last token is never read.
-    want = TOKENS + NEW - 1
-    for row in range(len(lengths)):
-        kept = [sum(layer["kept"][row]) / len(layer["kept"][row]) for layer in run.report.to_dict()["layers"]]
-        if sum(kept) / len(kept) != want:
-            raise ConformanceError(
-                f"in model.generate: expected {want} slots a KV head, mean of heads and layers, after {NEW} new tokens "
-                f"with a budget of {TOKENS}, got {kept} by layer"
-            )
-
-
-FIRST = {"declaration": declaration, "yaml": yaml_round_trip, "pickle": pickle_round_trip}
-LAST = {"generate": generate}
+CHECKS = {"declaration": declaration, "yaml": yaml_round_trip, "pickle": pickle_round_trip}

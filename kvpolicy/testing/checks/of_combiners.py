@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import ConformanceError
+from kvpolicy.maths import ranks
 from kvpolicy.plugin import children
 from kvpolicy.testing.checks import of_scores
 from kvpolicy.testing.checks.of_scores import view_for
@@ -22,6 +23,7 @@ def checks_of(combiner: Any) -> dict[str, Callable[[Any], None]]:
         "children_untouched": children_untouched,
         "children_outside": children_outside,
         "children_finite": children_finite,
+        "children_orientation": children_orientation,
     }
     return {**of_scores.checks_of(combiner), **own}
 
@@ -69,3 +71,20 @@ def children_finite(combiner: Any) -> None:
         if not bool(torch.isfinite(made.where(view.candidates, 0)).all()):
             what = f"up to {spread / 2:g} in size" if spread else f"all {level:g}"
             raise ConformanceError(f"expected finite scores when those of its children are {what}, got nan or inf")
+
+
+def children_orientation(combiner: Any) -> None:
+    """Higher means keep: a slot that all its children score higher than before does not fall behind others."""
+    view = view_for(combiner, batch=1)
+    scores = _random(combiner, view)
+    before = ranks(_combined(combiner, view, scores))
+    for slot in range(view.slots):
+        raised = [tensor.clone() for tensor in scores]
+        for tensor in raised:
+            tensor[..., slot] += 1
+        after = ranks(_combined(combiner, view, raised))
+        if bool((after[..., slot] > before[..., slot]).any()):
+            raise ConformanceError(
+                f"higher means keep: expected that slot {slot} stays or rises when every child scores it 1 higher, got "
+                f"place {before[..., slot].tolist()} before and {after[..., slot].tolist()} after, by row and head"
+            )

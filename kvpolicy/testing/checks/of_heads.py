@@ -50,7 +50,10 @@ def _least(view: LayerView) -> Tensor:
 
 
 def lengths(budget: Any) -> None:
-    """Its heads keep from what is protected to all they have, and no more than the budget together."""
+    """Its heads keep from what is protected to all they have; together no more than ``Hkv * tokens``.
+
+    Exactly that, or all there is, where every head holds as many slots.
+    """
     by = getattr(budget, "by", "score")
     if by not in ("score", "importance"):
         raise ConformanceError(f"`by`: expected 'score' or 'importance', got {by!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -12,8 +14,15 @@ from torch import Tensor
 
 from kvpolicy.errors import ConformanceError, KVPolicyError, UndeclaredReadError
 from kvpolicy.plugin import children, role_of, walk
-from kvpolicy.testing.checks.memory import largest
-from kvpolicy.testing.checks.tools import alone, expect_on_device, expect_same, expect_untouched, scores_of
+from kvpolicy.testing.checks.memory import peak
+from kvpolicy.testing.checks.tools import (
+    alone,
+    expect_any_default_dtype,
+    expect_on_device,
+    expect_same,
+    expect_untouched,
+    scores_of,
+)
 from kvpolicy.testing.views import make_view
 from kvpolicy.types import LayerView, Needs
 
@@ -41,13 +50,18 @@ def checks_of(plugin: Any) -> dict[str, Callable[[Any], None]]:
         "undeclared_reads": undeclared_reads,
         "shapes": shapes,
         "device": device,
+        "default_dtype": default_dtype,
+        "evicted": evicted,
         "finite": finite,
         **({"orientation": orientation} if oriented(plugin) else {}),
         "inputs_untouched": inputs_untouched,
         "strided_inputs": strided_inputs,
         "repeatable": repeatable,
+        "keeps_nothing": keeps_nothing,
         "batch_mates": batch_mates,
         "padding": padding,
+        **({"absent_queries": absent_queries} if needs_of(plugin).queries else {}),
+        **({"causal": causal} if observes(plugin) else {}),
         "heads": heads,
         "permutation": permutation,
         "half_precision": half_precision,
@@ -92,9 +106,31 @@ def shapes(plugin: Any) -> None:
 
 
 def device(plugin: Any) -> None:
-    """Its scores are on the device of the view."""
+    """It makes no tensor on the default device: it says the device of each, mostly the view's."""
     view = view_for(plugin)
     expect_on_device(lambda: [scores_of(plugin, view)], view.valid.device)
+
+
+def default_dtype(plugin: Any) -> None:
+    """Its scores do not depend on torch's default dtype."""
+    view = view_for(plugin)
+    expect_any_default_dtype(lambda: scores_of(plugin, view))
+
+
+def evicted(plugin: Any) -> None:
+    """It scores what is left after evictions: slots whose positions are not their places, of more tokens seen."""
+    view = view_for(plugin)
+    gaps = torch.randint(1, 9, view.positions.shape, generator=torch.Generator().manual_seed(0))
+    positions = gaps.cumsum(-1)
+    positions = positions - positions[..., -1:] + 9 * view.slots
+    last = torch.arange(view.query_positions.shape[1]) - view.query_positions.shape[1] + 1 + 9 * view.slots
+    left = replace(
+        view,
+        positions=positions.to(torch.int32),
+        query_positions=last.expand_as(view.query_positions),
+        seen=torch.full_like(view.seen, 9 * view.slots + 1),
+    )
+    scores_of(plugin, left)
 
 
 def finite(plugin: Any) -> None:
@@ -194,7 +230,7 @@ def strided_inputs(plugin: Any) -> None:
 
 def repeatable(plugin: Any) -> None:
     """The same view gives the same scores, whatever was scored before and whatever torch's random state is."""
-    view, other = view_for(plugin), view_for(plugin, 1, slots=40)
+    view, other = replace(view_for(plugin), layer=3), replace(view_for(plugin, 1), layer=2)
     state = torch.get_rng_state()
     try:
         torch.manual_seed(1)
@@ -211,6 +247,24 @@ def repeatable(plugin: Any) -> None:
         raise ConformanceError("draws from torch's own random state: use a torch.Generator with a seed, a setting")
 
 
+def keeps_nothing(plugin: Any) -> None:
+    """It keeps nothing of a view: what is evicted is freed, and other numbers in the same place score anew."""
+    view = view_for(plugin)
+    want = scores_of(plugin, view_for(plugin, 1))
+    scores_of(plugin, view)
+    with torch.no_grad():
+        for name, tensor in _vectors(view_for(plugin, 1)).items():
+            _vectors(view)[name].copy_(tensor)
+        view.modality.copy_(view_for(plugin, 1).modality)  # type: ignore[union-attr, arg-type]
+    if not torch.equal(scores_of(plugin, view), want):
+        raise ConformanceError("expected new scores for other numbers in the same tensors: it keeps what it has seen")
+    held = [weakref.ref(tensor) for tensor in _vectors(view).values()]
+    del view
+    gc.collect()
+    if any(reference() is not None for reference in held):
+        raise ConformanceError("keeps a tensor of the view after it has scored it, so that eviction frees nothing")
+
+
 def batch_mates(plugin: Any) -> None:
     """A row scores the same alone and in a batch."""
     view = view_for(plugin)
@@ -219,15 +273,50 @@ def batch_mates(plugin: Any) -> None:
 
 def padding(plugin: Any) -> None:
     """Padding on either side, and slots that are empty in one head alone, change no score."""
+    hint = (
+        "leave slots outside view.valid out of every sum. They hold nan here, for which a weight of 0 is no help: put "
+        "0 in their place with .where(view.valid[..., None], 0)"
+    )
     for side in ("left", "right"):
-        view = view_for(plugin, padding=side)
-        message = f"padding on the {side} changes scores: leave slots outside view.valid out of every sum"
-        _expect_alone(plugin, view, message)
+        # Half of the second row: it has all its queries.
+        view = view_for(plugin, batch=2, slots=24 + 2 * needs_of(plugin).queries, padding=side)
+        _expect_alone(plugin, view, f"padding on the {side} changes scores: {hint}")
     holes = view_for(plugin, padding="ragged")
     vectors: dict[str, Any] = {name: tensor.nan_to_num(nan=1e4) for name, tensor in _vectors(holes).items()}
     filled = replace(holes, **vectors)
-    message = "slots that are empty in some heads change scores: leave those outside view.valid out of every sum"
+    message = f"slots that are empty in some heads change scores: {hint}"
     expect_same(scores_of(plugin, holes), scores_of(plugin, filled), holes.candidates, message)
+
+
+def absent_queries(plugin: Any) -> None:
+    """Queries that a row does not have, as it is shorter than the window, change no score."""
+    view = view_for(plugin, slots=max(24, needs_of(plugin).queries), padding="left")
+    message = (
+        "queries that a row does not have change its scores: leave those where view.query_positions is -1 out of every "
+        "sum. They hold nan here: put 0 in their place with .where"
+    )
+    _expect_alone(plugin, view, message)
+
+
+def observes(plugin: Any) -> bool:
+    """Return whether scores are the attention of several queries, each of which may see its past alone."""
+    roles = {role_of(leaf) for leaf in walk(plugin) if not children(leaf)}
+    return roles == {"importance"} and needs_of(plugin).queries > 1
+
+
+def causal(plugin: Any) -> None:
+    """A query sees the slots at its own position and before: what stands after all queries, changes nothing there."""
+    view = view_for(plugin, slots=32 + needs_of(plugin).queries)
+    view = replace(view, query_positions=view.query_positions - 16)
+    later = torch.arange(view.slots) >= view.slots - 16
+    other = replace(view, keys=view.keys + 8 * later[:, None], values=view.values + 8 * later[:, None])
+    # Neighbours may be pooled with what comes after them.
+    before = view.candidates & ~later.roll(-8)
+    message = (
+        "keys after a query change what it gives to slots before: mask its logits where view.positions is greater than "
+        "its view.query_positions, or use kvpolicy.attention.window_attention"
+    )
+    expect_same(scores_of(plugin, other), scores_of(plugin, view), before, message)
 
 
 def _expect_alone(plugin: Any, view: LayerView, message: str) -> None:
@@ -287,10 +376,10 @@ def half_precision(plugin: Any) -> None:
 
 def memory(plugin: Any) -> None:
     """What it allocates grows no faster than the number of slots."""
-    views = [view_for(plugin, slots=slots, batch=1) for slots in (1024, 2048)]
-    small, large = (largest(partial(scores_of, plugin, view)) for view in views)
+    views = [view_for(plugin, slots=slots, batch=1, heads=(2, 1), sizes=(16, 16)) for slots in (4096, 8192)]
+    small, large = (peak(partial(scores_of, plugin, view)) for view in views)
     if large > 2.5 * small:
         raise ConformanceError(
-            f"expected memory linear in the number of slots T, got a tensor {large / small:.1f} times as large for "
-            "twice the slots: make no T x T matrix"
+            f"expected memory linear in the number of slots T, got {large / small:.1f} times as much for twice the "
+            "slots: make no T x T matrix"
         )

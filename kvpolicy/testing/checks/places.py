@@ -8,22 +8,26 @@ from typing import Any
 
 import kvpolicy
 from kvpolicy.plugin import kind_of, walk
-from kvpolicy.policy import Budget, Policy
+from kvpolicy.policy import Budget, Decode, Policy
 from kvpolicy.registry import registry
 from kvpolicy.scorers.key_norm import KeyNorm
 from kvpolicy.selectors.top_k import TopK
 
-TOKENS = 16
-"""The budget of `policy_with`, in slots a KV head."""
+
+def tokens_for(plugin: Any) -> int:
+    """Return the budget of `policy_with`, in slots a KV head: 16, or what a selector protects and some more."""
+    protects = plugin.protects if kind_of(type(plugin)) == "selector" else 0
+    return max(16, protects + 4 if isinstance(protects, int) else 0)
 
 
-def policy_with(plugin: Any) -> Policy:
-    """Return a policy that keeps `TOKENS` slots, with the plugin in its place and a plain one in every other."""
+def policy_with(plugin: Any, *, decode: Decode | None = None) -> Policy:
+    """Return a policy that keeps `tokens_for` slots, with the plugin in its place and a plain one in every other."""
     kind = kind_of(type(plugin))
     score = plugin if kind in ("scorer", "combiner") else KeyNorm()
-    budget = Budget(tokens=TOKENS, **({kind: plugin} if kind in ("layers", "heads") else {}))
+    shares = {kind: plugin} if kind in ("layers", "heads") else {}
     select = plugin if kind == "selector" else TopK(sinks=2, recent=4)
-    return Policy(name="conformance", score=score, budget=budget, select=select)
+    budget = Budget(tokens=tokens_for(plugin), **shares)
+    return Policy(name="conformance", score=score, budget=budget, select=select, decode=decode)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ make far more."""
 
 def scores_of(node: Any, view: LayerView) -> Tensor:
     """Return what a scorer, or a combiner with its children, scores; checked and limited as in a run."""
-    return Policy(name="conformance", score=node, budget=Budget(keep=1.0)).scores(view)[0]
+    with torch.no_grad():
+        return Policy(name="conformance", score=node, budget=Budget(keep=1.0)).scores(view)[0]
 
 
 def apart(got: Tensor, want: Tensor, where: Tensor) -> float:
@@ -44,15 +45,17 @@ def expect_same(got: Tensor, want: Tensor, where: Tensor, message: str) -> None:
 def expect_untouched(given: Iterable[Tensor], run: Callable[[], object], message: str) -> None:
     """Raise where `run` writes into one of the tensors `given`, also where it writes what was there."""
     given = list(given)
-    before = [tensor._version for tensor in given]
+    before = [(tensor._version, tensor.clone()) for tensor in given]
     run()
-    if [tensor._version for tensor in given] != before:
-        raise ConformanceError(message)
+    for tensor, (version, copy) in zip(given, before, strict=True):
+        # The version alone misses what goes through numpy or .data, the copy alone what was there already.
+        if tensor._version != version or not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
+            raise ConformanceError(message)
 
 
 def expect_on_device(run: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
     """Raise where what `run` returns is not on `device` while another is the default."""
-    advice = f"expected every tensor on the device of what it is given, {device}: make new ones with device="
+    advice = f"expected no tensor on the default device: make each with device=, that of what it is given ({device})"
     try:
         with torch.device("meta"):
             found = {tensor.device for tensor in run()}
@@ -60,6 +63,23 @@ def expect_on_device(run: Callable[[], Iterable[Tensor]], device: torch.device) 
         raise ConformanceError(f"{advice} ({type(error).__name__}: {error})") from error
     if found != {device}:
         raise ConformanceError(f"{advice}, got {', '.join(sorted(map(str, found)))}")
+
+
+def expect_any_default_dtype(run: Callable[[], Tensor]) -> None:
+    """Raise where what `run` returns depends on torch's default dtype."""
+    usual = torch.get_default_dtype()
+    want = run()
+    try:
+        for dtype in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            got = run()
+            if got.dtype != want.dtype or not torch.equal(got.nan_to_num(), want.nan_to_num()):
+                raise ConformanceError(
+                    f"expected the same under every default dtype, got other numbers under {dtype}: say dtype= of each "
+                    "tensor that is made, and divide no two whole numbers"
+                )
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def alone(view: LayerView, row: int) -> tuple[LayerView, Tensor]:

@@ -17,6 +17,9 @@ from kvpolicy.errors import InactiveSessionError, UnsupportedModelError
 from kvpolicy.session.decoder import arguments, cache_in, forward_names
 from kvpolicy.session.layers import evicting_layers
 
+_ROWS = "this cache was evicted by PolicyPress, with heads of different lengths: its rows stay as they are"
+_INSTEAD = "repeat or reorder rows, or search with beams, inside policy.on(model)"
+
 
 def release(cache: DynamicCache, decoder: PreTrainedModel) -> None:
     """Put layers that need no session in the place of the evicting layers of `cache`; what was freed stays free.
@@ -131,19 +134,16 @@ class KeptLayer(DynamicLayer):
         return self.keys, self.values
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise UnsupportedModelError(
-            "this cache was evicted by PolicyPress, with heads of different lengths: its rows stay as they are. "
-            "Repeat or reorder rows inside policy.on(model)"
-        )
+        raise UnsupportedModelError(f"{_ROWS}: {_INSTEAD}")
 
     reset = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = _refuse  # type: ignore[assignment]
 
 
 class Hooks:
-    """Stand before the attention modules of a decoder for as long as a layer of `KeptLayer` needs them.
+    """Stand before a decoder and its attention modules for as long as a layer of `KeptLayer` needs them.
 
     Args:
-        decoder: whose modules they are.
+        decoder: reads the cache.
         layers: the model's indices of the layers.
 
     Raises:
@@ -166,10 +166,29 @@ class Hooks:
                 f"'eager', got {implementation!r} and none in layers {sorted(without)}: use policy.on(model)"
             )
         handles = [module.register_forward_pre_hook(_hide, with_kwargs=True) for module in modules]
+        handles.append(decoder.register_forward_pre_hook(_check, with_kwargs=True))
         weakref.finalize(self, _remove, handles)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Hooks:
         return self
+
+
+def _check(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise unless the rows and the mask of a pass are those of the cache: the model itself cuts a longer mask."""
+    given = arguments(decoder, args, kwargs)
+    layer = next((layer for layer in getattr(cache_in(given), "layers", ()) if isinstance(layer, KeptLayer)), None)
+    if layer is None:
+        return
+    mask = given.get("attention_mask")
+    rows, new = (given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]).shape[:2]
+    slots = layer.get_seq_length()
+    if rows != len(layer.held):
+        raise UnsupportedModelError(f"{_ROWS}, expected tokens for {len(layer.held)}, got {rows}: {_INSTEAD}")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] != slots + new:
+        raise UnsupportedModelError(
+            f"attention mask: expected none, or {slots + new} columns ({slots} slots that PolicyPress left and "
+            f"{new} new tokens), got {mask.shape[1]}: nothing is left of the prompt's padding that it could hide"
+        )
 
 
 def _hide(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvpolicy.errors import NOTHING, Problem, SettingError, nearest
-from kvpolicy_kvpress.presses import NOT_WRAPPED, WRAPPED, Press, Read
+from kvpolicy_kvpress.presses import LEAST, NOT_WRAPPED, WRAPPED, Press, Read
 
 OWNER = "kvpress"
 _INNER = "press"
@@ -93,11 +93,11 @@ def _press(name: str, settings: Mapping[str, Any], named: Where, given: Where) -
     if name in NOT_WRAPPED:
         _refuse(named, f"expected a press that scores; {name}: {NOT_WRAPPED[name]}")
     if name not in press_names():
-        _refuse(named, f"unknown press.{nearest(name, WRAPPED)}", name)
+        _refuse(named, f"unknown press {name!r}.{nearest(name, WRAPPED)}")
     if name not in WRAPPED:
-        _refuse(named, f"expected a press that this version of the plugin knows.{nearest('', WRAPPED)}", name)
+        _refuse(named, f"expected a press that this plugin knows, got {name!r}.{nearest(name, WRAPPED)}")
     cls = getattr(package, name)
-    hints = _hints(cls)
+    hints = setting_types(cls)
     unknown = [key for key in settings if key not in hints]
     if unknown:
         hint = ": `budget` says how much is kept" if unknown[0] == _RATIO else f".{nearest(unknown[0], hints)}"
@@ -127,7 +127,7 @@ def _inner(value: Any, where: Where) -> Any:
     return _press(value["press"], settings, (*where, "press"), (*where, "settings"))
 
 
-def _hints(cls: type) -> dict[str, Any]:
+def setting_types(cls: type) -> dict[str, Any]:
     """Return the type of each setting of a press."""
     names = inspect.signature(cls).parameters
     made_with: Any = inspect.getattr_static(cls, "__init__")
@@ -136,12 +136,19 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _checked(hint: Any, value: Any, where: Where) -> Any:
-    adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+    config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+    adapter: TypeAdapter[Any] = TypeAdapter(hint, config=config)
     try:
-        return adapter.validate_python(value)
+        checked = adapter.validate_python(value)
     except ValidationError as error:
         message = error.errors()[0]["msg"].replace("Input should be", "expected")
         _refuse(where, message, value)
+    least = LEAST.get(str(where[-1]))
+    if least is not None and checked < least:
+        _refuse(where, f"expected a number of at least {least}", value)
+    if where[-1] == "kernel_size" and checked % 2 == 0:
+        _refuse(where, "expected an odd number, so that a slot is the middle of its own pool", value)
+    return checked
 
 
 def _refuse(where: Where, message: str, found: object = NOTHING, kind: str = "value_error") -> typing.NoReturn:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,9 +17,10 @@ from transformers.cache_utils import DynamicLayer
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy.errors import PolicyError, UnsupportedModelError
+from kvpolicy.errors import PolicyError, SettingError, UnsupportedModelError
 from kvpolicy.report import Report
 from kvpolicy.session.decoder import arguments, cache_in, find_decoders
+from kvpolicy.session.layers import lengths
 from kvpolicy.store.settings import Plain
 from kvpolicy_kvpress.kept import release
 from kvpolicy_kvpress.make import kvpress
@@ -75,19 +77,25 @@ class PolicyPress(kvpress().BasePress):  # type: ignore[misc]
 
     @property
     def compression_ratio(self) -> float:
-        """The share evicted: of a budget in tokens, what the last run evicted, nan before any.
+        """The share evicted: of a budget in tokens, what the last run evicted, nan where none has read anything.
 
         Setting it replaces the budget, ``keep`` being what it leaves.
+
+        Raises:
+            SettingError: when it is set to anything but a number in [0, 1).
         """
         if self.policy.budget.keep is not None:
             return 1 - self.policy.budget.keep
-        if self.report is None:
-            return math.nan
-        seen = sum(record.seen * len(row) for record in self.report.layers.values() for row in record.kept)
-        return 1 - sum(sum(row) for record in self.report.layers.values() for row in record.kept) / seen
+        records = [] if self.report is None else self.report.layers.values()
+        seen = sum(record.seen * len(row) for record in records for row in record.kept)
+        return 1 - sum(sum(row) for record in records for row in record.kept) / seen if seen else math.nan
 
     @compression_ratio.setter
     def compression_ratio(self, ratio: float) -> None:
+        if not isinstance(ratio, Real) or isinstance(ratio, bool) or not 0 <= ratio < 1:
+            raise SettingError(
+                "PolicyPress", [(("compression_ratio",), "value_error", "expected a share in [0, 1)", ratio)]
+            )
         # As written: 1 - 0.9 is a little less than 0.1.
         keep = float(1 - Fraction(str(ratio)))
         self.policy = replace(self.policy, budget=replace(self.policy.budget, tokens=None, keep=keep))
@@ -97,33 +105,51 @@ class PolicyPress(kvpress().BasePress):  # type: ignore[misc]
         """Run `model` under the policy; caches read into are on their own afterwards.
 
         Raises:
-            UnsupportedModelError: when the policy cannot act on the model, or some layer does not keep all tokens.
+            UnsupportedModelError: when the policy cannot act on the model, some layer does not keep all tokens, or
+                another press acts on the model too.
         """
         decoder = _decoder(model)
         caches: dict[int, weakref.ref[DynamicCache]] = {}
+
+        def alone(*_: Any) -> None:
+            self._require_alone(decoder)
 
         def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             cache = cache_in(arguments(decoder, args, kwargs))
             if cache is not None:
                 caches[id(cache)] = weakref.ref(cache)
 
-        handle = decoder.register_forward_hook(note, with_kwargs=True)
+        session = self.policy.on(model)
+        handles = decoder.register_forward_pre_hook(alone), decoder.register_forward_hook(note, with_kwargs=True)
         try:
-            with self.policy.on(model) as run:
+            with session:
                 yield
         finally:
-            handle.remove()
-        self.report = run.report
-        for cache in (one() for one in caches.values()):
-            if cache is not None:
-                release(cache, decoder)
+            for handle in handles:
+                handle.remove()
+            self.report = session.report
+            for cache in (one() for one in caches.values()):
+                # A pass that failed may have left its layers with tokens that others have not.
+                if cache is not None and len(lengths(cache)) == 1:
+                    release(cache, decoder)
+
+    def _require_alone(self, decoder: PreTrainedModel) -> None:
+        """Raise when another press has hooks on the modules of `decoder`."""
+        hooks = (hook for module in decoder.modules() for hook in module._forward_hooks.values())
+        owners = (getattr(hook, "__self__", None) for hook in hooks)
+        other = next((owner for owner in owners if isinstance(owner, kvpress().BasePress)), None)
+        if other is not None:
+            self._refuse(f"{type(other).__name__} too, which would evict from the same cache")
+
+    def _refuse(self, got: str) -> NoReturn:
+        raise UnsupportedModelError(
+            f"{self!r}: expected to be the only press on a model or in a pipeline, got {got}: join scores with a "
+            "combiner of kvpolicy, where a press is `{type: kvpress, press: ...}`"
+        )
 
     def compress(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: a policy decides for a whole model."""
-        raise UnsupportedModelError(
-            f"{self!r}: expected to be given to a model or a pipeline, got inside another press: join scores with a "
-            "combiner of kvpolicy, where a press is `{type: kvpress, press: ...}`"
-        )
+        self._refuse("a place inside another press")
 
     forward_hook = compress
 

@@ -1,9 +1,9 @@
-"""Every press of kvpress: what its score reads, so that it can be provided; or why it is no scorer here."""
+"""Every press of kvpress: what its score reads and asks for, so that it can be given; or why it is no scorer here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Read = Literal[
     "keys",
@@ -32,11 +32,15 @@ class Press:
         role: what it measures, as of any scorer.
         reads: what its `score` reads.
         instead_of_ratio: the setting that makes its score independent of the compression ratio, if there is one.
+        fewest: slots that it needs to score any.
+        besides: settings that say how many more.
     """
 
     role: Literal["importance", "diversity", "other"]
     reads: tuple[Read, ...]
     instead_of_ratio: str = ""
+    fewest: int = 1
+    besides: tuple[str, ...] = ()
 
 
 _TURNED: tuple[Read, ...] = ("attention module", "hidden states", "position embeddings")
@@ -44,11 +48,16 @@ _AHEAD: tuple[Read, ...] = ("keys", "values", "attention module", "hidden states
 
 WRAPPED: dict[str, Press] = {
     "CURPress": Press("importance", ("keys", "values")),
-    "CapPress": Press("importance", _AHEAD),
-    "CompactorPress": Press("importance", ("keys", "values", *_TURNED, "compression_ratio"), "blending"),
+    "CapPress": Press("importance", _AHEAD, besides=("n_sink",)),
+    "CompactorPress": Press(
+        "importance",
+        ("keys", "values", *_TURNED, "compression_ratio"),
+        instead_of_ratio="blending",
+        besides=("sink_size_start", "sink_size_end"),
+    ),
     "CriticalKVPress": Press("importance", ("values", "attention module", "compression_ratio", "another press")),
-    "ExpectedAttentionPress": Press("importance", _AHEAD),
-    "ExpectedAttentionStatsPress": Press("importance", (*_AHEAD, "weights trained for the model")),
+    "ExpectedAttentionPress": Press("importance", _AHEAD, besides=("n_sink",)),
+    "ExpectedAttentionStatsPress": Press("importance", (*_AHEAD, "weights trained for the model"), besides=("n_sink",)),
     "KVzapPress": Press("importance", ("attention module", "hidden states", "weights trained for the model")),
     "KeyDiffPress": Press("diversity", ("keys",)),
     "KnormPress": Press("importance", ("keys",)),
@@ -58,11 +67,41 @@ WRAPPED: dict[str, Press] = {
     "ObservedAttentionPress": Press("importance", ("keys", "attention weights")),
     "QFilterPress": Press("importance", ("keys", "attention module", "weights trained for the model")),
     "RandomPress": Press("other", ("keys",)),
-    "SnapKVPress": Press("importance", ("keys", *_TURNED)),
-    "StreamingLLMPress": Press("other", ("keys", "compression_ratio")),
-    "TOVAPress": Press("importance", ("keys", *_TURNED)),
+    "SnapKVPress": Press("importance", ("keys", *_TURNED), besides=("window_size",)),
+    "StreamingLLMPress": Press("other", ("keys", "compression_ratio"), besides=("n_sink",)),
+    "TOVAPress": Press("importance", ("keys", *_TURNED), fewest=2),
 }
 """By class name. Those that read only what is stored also score while decoding."""
+
+LEAST: dict[str, int] = {
+    "chunk_size": 1,
+    "kernel_size": 1,
+    "lag_size": 1,
+    "local_window_size": 1,
+    "n_future_positions": 1,
+    "n_sink": 0,
+    "num_sinks": 0,
+    "sink_size_end": 0,
+    "sink_size_start": 0,
+    "sketch_dimension": 1,
+    "window_size": 1,
+}
+"""Setting -> the least that the presses that have it can score with."""
+
+
+def fewest(press: Any) -> tuple[int, str]:
+    """Return how many slots a press needs to score any, with those inside it, and whose need that is.
+
+    Args:
+        press: of one of the classes in `WRAPPED`.
+    """
+    name = type(press).__name__
+    own = WRAPPED[name]
+    settings = {each: getattr(press, each) for each in own.besides}
+    said = " and ".join(f"{each} {value}" for each, value in settings.items())
+    needed = own.fewest + sum(settings.values()), f"{name} with {said}" if said else name
+    return max(needed, fewest(press.press)) if "another press" in own.reads else needed
+
 
 _HEADS = "shares slots out among heads: any press with `budget: {heads: adaptive}`, which frees them"
 _REPLAY = "reads the context a second time to score it; a policy scores within the one pass that reads it"

@@ -17,7 +17,7 @@ from kvpolicy.maths import HUGE
 from kvpolicy.wrap import by_row
 from kvpolicy_kvpress.given import Given, Like, like
 from kvpolicy_kvpress.make import make, reads
-from kvpolicy_kvpress.presses import STORED, WRAPPED, Read
+from kvpolicy_kvpress.presses import STORED, WRAPPED, Read, fewest
 
 _ALL_QUERIES = 2**31
 
@@ -59,6 +59,10 @@ class KVPress:
     def _reads(self) -> frozenset[Read]:
         return reads(self.press, self.settings)
 
+    @cached_property
+    def _fewest(self) -> tuple[int, str]:
+        return fewest(self._made)
+
     @property
     def needs(self) -> Needs:
         """Keys, values, and what the attention module was called with: as the press reads them."""
@@ -74,6 +78,9 @@ class KVPress:
         return by_row(view, self._score)
 
     def _score(self, view: LayerView) -> Tensor:
+        needed, who = self._fewest
+        if view.slots < needed:
+            return _unscored(view, needed, who)
         given = Given.of(view, self._reads, self.press)
         press = self._ready(view)
         devices = [view.keys.device] if view.keys.device.type == "cuda" else []
@@ -108,6 +115,21 @@ class KVPress:
                 f"scorer 'kvpress': {self.press} has no weights for the model {model.name!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _unscored(view: LayerView, needed: int, who: str) -> Tensor:
+    """Return 0 for each slot of a row that is too short for a press, where no score decides what it keeps.
+
+    Raises:
+        UnsupportedModelError: where one does: some slots are not protected, and there are several.
+    """
+    if view.slots > 1 and bool(view.candidates.any()):
+        raise UnsupportedModelError(
+            f"scorer 'kvpress': layer {view.layer}: {who} scores rows of at least {needed} tokens, got one of "
+            f"{view.slots}: give the press settings for short rows, protect more in `select`, or read the row apart, "
+            "without the policy"
+        )
+    return torch.zeros(view.valid.shape, device=view.keys.device)
 
 
 def seed_of(seed: int, layer: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
 import kvpolicy
-from kvpolicy.errors import InactiveSessionError, PolicyError, UnsupportedModelError
+from kvpolicy.errors import InactiveSessionError, KVPolicyError, PolicyError, UnsupportedModelError
 from kvpolicy.testing.models import tiny
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -146,8 +146,23 @@ def test_the_evaluation_of_kvpress_sets_and_reads_its_ratio() -> None:
     assert {tuple(row) for layer in press.report.to_dict()["layers"] for row in layer["kept"]} == {(10, 10)}
     press.compression_ratio = 0.0
     assert press.policy.trivial
-    with pytest.raises(PolicyError, match="keep: expected a number greater than 0"):
-        press.compression_ratio = 1.0
+
+
+def test_a_run_that_read_nothing_has_no_ratio() -> None:
+    press = PolicyPress("snapkv", budget=40)
+    with press(tiny()):
+        pass
+    assert math.isnan(press.compression_ratio)
+    model = tiny()
+    with press(model):
+        pressed(model, PolicyPress("snapkv", budget=36), tokens(90))
+    assert math.isnan(press.compression_ratio)
+
+
+@pytest.mark.parametrize("ratio", [1.0, -0.5, math.nan, math.inf, True, "0.5", torch.tensor(0.5)], ids=str)
+def test_a_ratio_that_is_no_share_is_refused(ratio: Any) -> None:
+    with pytest.raises(KVPolicyError, match=r"PolicyPress: compression_ratio: expected a share in \[0, 1\), got"):
+        PolicyPress("snapkv", budget=40).compression_ratio = ratio
 
 
 def test_it_frees_what_heads_of_different_lengths_evict_where_kvpress_does_not() -> None:
@@ -223,6 +238,62 @@ def test_a_cache_on_another_model_is_refused() -> None:
         tiny()(tokens(1), past_key_values=cache)
 
 
+def test_rows_or_a_mask_that_are_not_those_of_the_cache_are_refused() -> None:
+    """The model would cut a mask as long as the prompt to its first columns, which hide other slots."""
+    model, cache = tiny(), DynamicCache()
+    ids, new, places = tokens(180).view(2, 90), tokens(6, 1).view(2, 3), torch.arange(90, 93)[None]
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    with torch.no_grad(), PolicyPress(policy("heads differ"))(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    slots = cache.get_seq_length()
+    longer = torch.cat([mask, torch.ones_like(new)], dim=1)
+    wanted = rf"expected none, or {slots + 3} columns \({slots} slots that PolicyPress left and 3 new tokens\), got 93"
+    with pytest.raises(UnsupportedModelError, match=wanted):
+        model(new, attention_mask=longer, past_key_values=cache, position_ids=places)
+    beams = new.repeat_interleave(2, dim=0)
+    with pytest.raises(
+        UnsupportedModelError, match=r"its rows stay as they are, expected tokens for 2, got 4: .*beams"
+    ):
+        model(beams, past_key_values=cache, position_ids=places)
+    with pytest.raises(UnsupportedModelError, match="its rows stay as they are"):
+        model.generate(torch.cat([ids, new], dim=1), past_key_values=cache, num_beams=2, max_new_tokens=2)
+    with torch.no_grad():
+        right = torch.ones(2, slots + 3, dtype=torch.int64)
+        model(new, attention_mask=right, past_key_values=cache, position_ids=places)
+    assert cache.get_seq_length() == slots + 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["alike", "heads differ"])
+def test_an_error_after_the_prompt_leaves_a_cache_that_needs_no_session(name: str) -> None:
+    model, cache, press = tiny(), DynamicCache(), PolicyPress(policy(name))
+    with pytest.raises(RuntimeError, match="on purpose"), press(model):
+        model(tokens(90), past_key_values=cache)
+        raise RuntimeError("on purpose")
+    got = model(tokens(1, 2), past_key_values=cache, position_ids=torch.tensor([[90]])).logits
+    again = pressed(model, press, tokens(90))
+    assert torch.equal(got, model(tokens(1, 2), past_key_values=again, position_ids=torch.tensor([[90]])).logits)
+
+
+@torch.no_grad()
+def test_a_cache_that_is_half_read_stays_in_its_session() -> None:
+    """Its layers do not hold the same tokens: no later pass could make sense of it."""
+    model, cache = tiny(), DynamicCache()
+    fail = model.model.layers[1].register_forward_pre_hook
+    with pytest.raises(RuntimeError, match="on purpose"), PolicyPress(policy("alike"))(model):
+        model(tokens(90), past_key_values=cache)
+        handle = fail(raises)
+        model(tokens(1, 2), past_key_values=cache)
+    handle.remove()
+    with pytest.raises(InactiveSessionError):
+        model(tokens(1, 2), past_key_values=cache, position_ids=torch.tensor([[91]]))
+
+
+def raises(*_: Any) -> None:
+    raise RuntimeError("on purpose")
+
+
 def test_a_pass_that_fails_leaves_the_model_as_it_was() -> None:
     model = tiny()
     with pytest.raises(RuntimeError, match="on purpose"), PolicyPress("snapkv", budget=40)(model):
@@ -255,6 +326,18 @@ def test_inside_another_press_it_is_refused() -> None:
     model = tiny()
     with pytest.raises(UnsupportedModelError, match=r"PolicyPress\('snapkv', tokens=40\): .* inside another press"):
         pressed(model, ComposedPress([PolicyPress("snapkv", budget=40)]), tokens(90))
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_around_or_inside_another_press_s_block_it_is_refused(inner: bool) -> None:
+    model, cache = tiny(), DynamicCache()
+    presses = [KnormPress(0.5), PolicyPress("snapkv", budget=40)]
+    first, second = presses if inner else presses[::-1]
+    wanted = r"PolicyPress\('snapkv', tokens=40\): expected to be the only press .* got KnormPress too"
+    with pytest.raises(UnsupportedModelError, match=wanted), first(model), second(model):
+        model(tokens(90), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_presses_of_one_policy_are_equal_and_of_others_not(tmp_path: Path) -> None:

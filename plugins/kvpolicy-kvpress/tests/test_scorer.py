@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import pickle
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from kvpolicy_kvpress import KVPress
-from kvpolicy_kvpress.presses import NOT_WRAPPED
+from kvpolicy_kvpress.make import kvpress, setting_types
+from kvpolicy_kvpress.presses import LEAST, NOT_WRAPPED, WRAPPED
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -85,11 +87,30 @@ print(set(ALL_ATTENTION_FUNCTIONS) == before)
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        (press("KeyDifPress"), r"score\.press: unknown press\. Did you mean 'KeyDiffPress'\?"),
-        (press("kvpress.KnormPress"), r"score\.press: unknown press\..* Known: CURPress, "),
+        (press("KeyDifPress"), r"score\.press: unknown press 'KeyDifPress'\. Did you mean 'KeyDiffPress'\?"),
+        (press("kvpress.KnormPress"), r"unknown press 'kvpress.KnormPress'\. .*Known: CURPress, .*TOVAPress\.$"),
         (press("AdaKVPress"), r"score\.press: .* AdaKVPress: shares slots out .*heads: adaptive"),
         (press("SnapKVPress", settings={"window": 3}), r"settings\.window: .* Did you mean 'window_size'\?"),
         (press("SnapKVPress", settings={"window_size": "3"}), r"settings\.window_size: expected a valid integer"),
+        (
+            press("SnapKVPress", settings={"window_size": 0}),
+            r"settings\.window_size: expected a number of at least 1, got 0",
+        ),
+        (press("SnapKVPress", settings={"window_size": -3}), r"window_size: expected a number of at least 1, got -3"),
+        (press("SnapKVPress", settings={"kernel_size": 4}), r"settings\.kernel_size: expected an odd number, .*got 4"),
+        (press("LagKVPress", settings={"lag_size": 0}), r"settings\.lag_size: expected a number of at least 1, got 0"),
+        (
+            press("ExpectedAttentionPress", settings={"n_future_positions": 0}),
+            r"positions: expected a number of at least 1",
+        ),
+        (
+            press("ExpectedAttentionPress", settings={"epsilon": math.nan}),
+            r"settings\.epsilon: expected a finite number",
+        ),
+        (
+            press("StreamingLLMPress", compression_ratio=0.5, settings={"n_sink": -1}),
+            r"settings\.n_sink: expected a number of at least 0, got -1",
+        ),
         (press("CURPress", settings={"leverage_type": "k"}), r"settings\.leverage_type: expected 'key', 'value'"),
         (press("CompactorPress", settings={"_leverage_press": None}), r"unknown setting of CompactorPress\."),
         (press("KnormPress", settings={"compression_ratio": 0.5}), r"unknown setting of KnormPress: `budget` says"),
@@ -107,7 +128,7 @@ print(set(ALL_ATTENTION_FUNCTIONS) == before)
         ),
         (
             press("CriticalKVPress", compression_ratio=0.5, settings={"press": {"press": "KnormPres"}}),
-            r"settings\.press\.press: unknown press\. Did you mean 'KnormPress'",
+            r"settings\.press\.press: unknown press 'KnormPres'\. Did you mean 'KnormPress'",
         ),
         (
             press("CriticalKVPress", compression_ratio=0.5, settings={"press": {"press": "KnormPress", "settings": 3}}),
@@ -119,6 +140,14 @@ print(set(ALL_ATTENTION_FUNCTIONS) == before)
 def test_a_wrong_press_or_setting_is_refused_when_the_policy_is_made(given: dict[str, Any], match: str) -> None:
     with pytest.raises(PolicyError, match=match):
         loaded(given)
+
+
+def test_the_least_of_each_setting_that_counts_is_known() -> None:
+    counted = {
+        name for press in WRAPPED for name, hint in setting_types(getattr(kvpress(), press)).items() if hint is int
+    }
+    # How many samples and how long a file's name says they were: kvpress looks for that file.
+    assert counted - {"num_samples", "sample_seq_len"} == set(LEAST)
 
 
 @pytest.mark.parametrize("name", NOT_WRAPPED)
@@ -244,11 +273,68 @@ def test_a_seed_makes_other_numbers_and_touches_no_one_else_s() -> None:
     assert torch.equal(scores(0), first) and not torch.equal(scores(1), first)
 
 
-def test_a_press_that_fails_is_named() -> None:
+def test_a_press_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def score(*_: Any) -> None:
+        raise AssertionError("on purpose")
+
+    monkeypatch.setattr("kvpress.KnormPress.score", score)
     model = tiny()
-    wanted = "scorer 'kvpress': SnapKVPress failed in layer 0, on 60 slots: AssertionError: Query length 60 should be"
-    with loaded(press("SnapKVPress")).on(model), pytest.raises(PluginError, match=wanted):
+    wanted = "scorer 'kvpress': KnormPress failed in layer 0, on 60 slots: AssertionError: on purpose"
+    with loaded(press("KnormPress")).on(model), pytest.raises(PluginError, match=wanted):
         forward(model, tokens(1, 60), DynamicCache(), None)
+
+
+NEEDS: dict[str, tuple[dict[str, Any], int]] = {
+    "SnapKVPress": (press("SnapKVPress", settings={"window_size": 8}), 9),
+    "TOVAPress": (press("TOVAPress"), 2),
+    "ExpectedAttentionPress": (press("ExpectedAttentionPress", settings={"n_sink": 5}), 6),
+    "CapPress": (press("CapPress"), 5),
+    "StreamingLLMPress": (press("StreamingLLMPress", compression_ratio=0.5), 5),
+    "CompactorPress": (press("CompactorPress", settings={"sink_size_start": 3, "blending": 0.5}), 8),
+    "CriticalKVPress": (
+        press("CriticalKVPress", compression_ratio=0.5, settings={"press": {"press": "SnapKVPress"}}),
+        65,
+    ),
+    "CURPress": (press("CURPress"), 1),
+    "KeyDiffPress": (press("KeyDiffPress"), 1),
+    "KnormPress": (press("KnormPress"), 1),
+    "LagKVPress": (press("LagKVPress"), 1),
+    "LeverageScorePress": (press("LeverageScorePress"), 1),
+    "NonCausalAttnPress": (press("NonCausalAttnPress"), 1),
+    "ObservedAttentionPress": (press("ObservedAttentionPress"), 1),
+    "RandomPress": (press("RandomPress"), 1),
+}
+"""Press -> how it is made, and the fewest tokens it scores, as running it shows."""
+
+
+def test_every_press_is_among_them_but_those_with_trained_weights() -> None:
+    trained = {name for name, press in WRAPPED.items() if "weights trained for the model" in press.reads}
+    assert NEEDS.keys() == WRAPPED.keys() - trained
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_row_too_short_for_a_press_is_refused_and_no_longer_one(name: str) -> None:
+    given, least = NEEDS[name]
+    policy = loaded(given, select={"sinks": 0, "recent": 0})
+    assert len(held(policy, tokens(1, least))[0][0][0]) == min(24, least)
+    assert held(policy, tokens(1, 1)) == [[[[0], [0]]]] * 3
+    if least > 2:
+        wanted = rf"layer 0: .* scores rows of at least {least} tokens, got one of {least - 1}: give the press"
+        with pytest.raises(UnsupportedModelError, match=wanted):
+            held(policy, tokens(1, least - 1))
+
+
+def test_a_row_too_short_for_a_press_is_kept_where_all_of_it_is_protected() -> None:
+    """Sinks and recent tokens are six: a row of six beside one of sixty needs no score, and one of seven does."""
+    policy, ids = loaded(SNAPKV), tokens(2, 60)
+    mask = torch.ones_like(ids)
+    mask[1, :54] = 0
+    alone = held(policy, ids[:1])
+    for layer, both in enumerate(held(policy, ids, mask)):
+        assert both == [alone[layer][0], [list(range(54, 60))] * 2]
+    mask[1, 53] = 1
+    with pytest.raises(UnsupportedModelError, match=r"SnapKVPress with window_size 8 .* at least 9 .* got one of 7"):
+        held(policy, ids, mask)
 
 
 def test_a_model_whose_keys_kvpress_makes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,153 @@
+"""``kvpolicy analyze``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpolicy.cli.output import Json, OptionError, print_json, print_rich
+from kvpolicy.cli.run import Dtype, read_budget, read_prompt
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvpolicy.analysis.result import Analysis
+    from kvpolicy.policy import Policy
+
+DEFAULT = "SmolLM2-135M-Instruct"
+
+
+def analyze(
+    prompt: Annotated[str | None, typer.Option(help="The text.")] = None,
+    file: Annotated[str | None, typer.Option(metavar="PATH", help="A file that holds it; - for stdin.")] = None,
+    question: Annotated[str | None, typer.Option(help="Text that comes after it.")] = None,
+    policies: Annotated[
+        str, typer.Option(help="Names of policies, or paths of policy files, with commas between them.")
+    ] = "snapkv,ecokv-snapkv",
+    budget: Annotated[str | None, typer.Option(help="Slots a KV head (512) or a share (0.25).")] = None,
+    model: Annotated[str | None, typer.Option(help=f"A Hugging Face id or a folder; default: {DEFAULT}.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="What the model's numbers are stored in.")] = Dtype.FLOAT32,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write report.html and analysis.json here.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a model's keys and values are like on a text, and what policies keep of it.
+
+    The text is read as it is, not as a chat. With --out also: a page to look at, with the text coloured by how many
+    heads keep each token.
+    """
+    text = read_prompt(prompt, file, question)
+    chosen = _policies(policies, budget)
+    if out is not None:
+        _check_out(out)
+
+    import torch
+
+    from kvpolicy import models
+    from kvpolicy.analysis.analyze import analyze as measure
+    from kvpolicy.analysis.pieces import pieces
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded, tokenizer = models.load(model, dtype=getattr(torch, dtype), device=device)
+    inputs: Any = tokenizer(text, return_tensors="pt")
+    tokens = pieces(tokenizer, inputs["input_ids"][0].tolist())
+    found = measure(loaded, inputs, chosen, tokens=tokens, name=model or DEFAULT)
+    if out is not None:
+        _write(found, out)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _print(found, out)
+
+
+def _policies(names: str, budget: str | None) -> list[Policy]:
+    from kvpolicy import load
+
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise OptionError(f"--policies: expected names with commas between them, got {names!r}")
+    return [load(name, budget=read_budget(budget)) for name in wanted]
+
+
+def _check_out(out: Path) -> None:
+    """Raise where the report could not be made, before a minute is spent on what would be in it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OptionError(
+            "--out: the report's pictures need matplotlib, which is not installed. Install it:  "
+            "pip install 'kvpolicy[eval]'. Without --out, nothing is drawn"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _write(found: Analysis, out: Path) -> None:
+    from kvpolicy.analysis.page import page
+
+    data = json.dumps(found.to_dict(), ensure_ascii=False, allow_nan=False)
+    try:
+        (out / "analysis.json").write_text(f"{data}\n", encoding="utf-8")
+        (out / "report.html").write_text(page(found), encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _unwritable(out: Path, error: OSError) -> OptionError:
+    return OptionError(f"--out: expected a folder to write into, got {str(out)!r}: {error.strerror}")
+
+
+def _print(found: Analysis, out: Path | None) -> None:
+    typer.echo(f"{found.model}: {len(found.tokens):,} tokens, {len(found.layers)} layers to evict from")
+    print_rich(_likeness(found))
+    print_rich(_kept(found))
+    for note in found.notes:
+        typer.echo(f"note: {note}")
+    if out is not None:
+        typer.echo(f"report: {out / 'report.html'}")
+
+
+def _likeness(found: Analysis) -> Table:
+    """Return a table of how alike vectors are, mean of all heads."""
+    table = _table("mean of all heads", "slots", "redundancy, cosine", "redundancy, Euclid", "anisotropy")
+    for one in found.likeness:
+        means = (_mean(by_head) for by_head in (one.cosine, one.euclidean, one.anisotropy))
+        table.add_row(one.of, one.slots, *(f"{mean:.3f}" for mean in means))
+    table.caption = f"rank correlation of importance and diversity: {_mean(found.balance.correlation):+.3f}"
+    table.caption_justify = "left"
+    return table
+
+
+def _kept(found: Analysis) -> Table:
+    """Return a table of what policies keep, and have in common."""
+    table = _table("policy", "kept a head", *(f"overlap with {one.policy}" for one in found.kept))
+    shared = {frozenset(pair.policies): pair.mean for pair in found.overlap}
+    for one in found.kept:
+        pairs = (shared.get(frozenset((one.policy, other.policy))) for other in found.kept)
+        table.add_row(
+            one.policy, f"{_mean(one.lengths):,.1f}", *("" if pair is None else f"{pair:.3f}" for pair in pairs)
+        )
+    return table
+
+
+def _mean(by_head: list[list[float]] | list[list[int]]) -> float:
+    every = [value for layer in by_head for value in layer]
+    return sum(every) / len(every)
+
+
+def _table(first: str, *headings: str) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table

@@ -1,0 +1,168 @@
+"""A cell: one policy at one budget on one task. Running it makes one result file, named by the hash of the cell."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from kvpolicy.config import load
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.eval.bench import Bench
+from kvpolicy.eval.tasks.example import Example
+from kvpolicy.eval.tasks.files import from_plain
+from kvpolicy.session.decoder import find_decoders
+from kvpolicy.session.fingerprint import fingerprint
+from kvpolicy.session.saved import versions
+
+FORMAT = 1
+"""Of the result files written; files of a higher one are refused."""
+
+Mode = Literal["query-agnostic", "query-aware", "either"]
+
+
+class ResultError(KVPolicyError, ValueError):
+    """A result file cannot be written or read."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured, as plain data.
+
+    Args:
+        model: its name.
+        weights: what tells its weights from others, of its fingerprint.
+        policy: in full as a policy file holds it, its budget among it.
+        task: its kind as ``task``, and all of its settings.
+        mode: whether the question is in view when the policy decides; "either" where it makes no difference.
+        seed: of the task.
+        examples: hash of the examples, which another text, tokenizer or release of Python changes.
+    """
+
+    model: str
+    weights: str
+    policy: dict[str, Any]
+    task: dict[str, Any]
+    mode: Mode
+    seed: int
+    examples: str
+
+    @property
+    def name(self) -> str:
+        """The hash of all of it, 16 hexadecimal digits."""
+        return digest(dataclasses.asdict(self))
+
+
+def digest(value: object) -> str:
+    """Return a hash of plain data, 16 hexadecimal digits, the same everywhere.
+
+    >>> digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    True
+    """
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=dataclasses.asdict)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def result_path(cell: Cell, folder: Path) -> Path:
+    """Return where the result of a cell is, once there is one."""
+    return folder / f"{cell.name}.jsonl"
+
+
+def run_cell(cell: Cell, folder: Path, bench: Bench, *, advance: Callable[[], None] = lambda: None) -> bool:
+    """Return whether the cell was measured; it is not where its result is in `folder` already.
+
+    The file appears whole or not at all.
+
+    Args:
+        cell: what to measure.
+        folder: where results are.
+        bench: the cell's model.
+        advance: called after each example.
+
+    Raises:
+        ResultError: when the file cannot be written; there is none then.
+    """
+    path = result_path(cell, folder)
+    if path.exists():
+        return False
+    examples = bench.examples(from_plain(cell.task), cell.seed)
+    if digest(list(examples)) != cell.examples:
+        raise ResultError(f"cell {cell.name}: expected the examples it was made with, got others: the text has changed")
+    write_whole(path, [header(cell, bench), *_lines(cell, bench, examples, advance)])
+    return True
+
+
+def header(cell: Cell, bench: Bench) -> dict[str, Any]:
+    """Return what a result says of itself before its examples: all that it takes to repeat it."""
+    model, tokenizer = bench.model, bench.tokenizer
+    decoder = find_decoders(model)[0]
+    return {
+        "kvpolicy-eval": FORMAT,
+        "cell": dataclasses.asdict(cell),
+        "scores": from_plain(cell.task).scores,
+        "fingerprint": dataclasses.asdict(fingerprint(decoder)),
+        "attention": model.config._attn_implementation,
+        "chat_template": tokenizer.chat_template,
+        "stop_tokens": model.generation_config.eos_token_id,
+        "versions": {
+            "python": platform.python_version(),
+            "tokenizers": importlib.metadata.version("tokenizers"),
+            **versions(),
+        },
+        "machine": {
+            "platform": platform.platform(),
+            "device": str(model.device),
+            "device_name": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def _lines(
+    cell: Cell, bench: Bench, examples: Sequence[Example], advance: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    """Yield what came of each example."""
+    policy, task = load(cell.policy), from_plain(cell.task)
+    for index, example in enumerate(examples):
+        found = bench.measure(policy, task, example, query_aware=cell.mode == "query-aware")
+        if wrong := [f"{name} is {value}" for name, value in found.scores.items() if not math.isfinite(value)]:
+            raise ResultError(
+                f"{policy.name}, {task.name}, example {index}: {', '.join(wrong)}, as what the model computes is not "
+                "finite: try another dtype"
+            )
+        yield {"example": index, **dataclasses.asdict(found), "answers": getattr(example, "answers", None)}
+        advance()
+
+
+def write_whole(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Write a JSON lines file, which appears whole or not at all.
+
+    Raises:
+        ResultError: when it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # On the same disk, so that moving it into place copies nothing.
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder:
+            partial = Path(folder) / path.name
+            with partial.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+    except OSError as error:
+        raise ResultError(
+            f"{path}: cannot be written: {error.strerror or error}. What was finished before is in {path.parent}; make "
+            "room, or name a folder that you can write to, and run the same command again"
+        ) from error

@@ -1,0 +1,201 @@
+"""Results as tables: one for each task and mode, a row for each policy and budget, with intervals."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvpolicy.errors import nearest
+from kvpolicy.eval.cells import ResultError, digest
+from kvpolicy.eval.results import Result
+from kvpolicy.eval.statistics import Interval, interval
+
+Scores = dict[tuple[int, int], float]
+"""One score by seed and number of the example."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy at a budget.
+
+    Args:
+        policy: its name.
+        budget: slots a KV head, or a share of the tokens seen; None where it keeps everything.
+        examples: how many.
+        bytes: of keys and values kept, mean over examples.
+        bytes_full: that a full cache would hold.
+        scores: by name.
+        differences: from the baseline, on the same examples; empty without one.
+        front: whether no other row is better in the first score or in bytes without being worse in the other.
+    """
+
+    policy: str
+    budget: int | float | None
+    examples: int
+    bytes: float
+    bytes_full: float
+    scores: dict[str, Interval]
+    differences: dict[str, Interval]
+    front: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one task in one mode.
+
+    Args:
+        model: its name.
+        task: its kind as ``task``, and its settings.
+        mode: whether the question is in view when policies decide.
+        scores: what is measured, by name, and whether more is better.
+        rows: by budget, the largest first; of one budget, the best first.
+    """
+
+    model: str
+    task: dict[str, Any]
+    mode: str
+    scores: dict[str, bool]
+    rows: list[Row]
+
+    @property
+    def title(self) -> str:
+        """Its task and mode."""
+        return self.task["task"] if self.mode == "either" else f"{self.task['task']}, {self.mode}"
+
+    @property
+    def about(self) -> str:
+        """The model and the task's settings, in a line."""
+        settings = [f"{name} {value}" for name, value in self.task.items() if name != "task"]
+        return ", ".join([f"model {self.model}", *settings])
+
+
+def tables(results: Sequence[Result], baseline: str | None = None) -> list[Table]:
+    """Return the tables of results.
+
+    Args:
+        results: as `read_results` returns them.
+        baseline: name of a policy from which the differences of others are given, each at the same budget.
+
+    Raises:
+        ResultError: when no result is of the baseline, or results of one task are of different texts.
+    """
+    if baseline is not None:
+        known = {result.cell.policy["name"] for result in results}
+        if baseline not in known:
+            raise ResultError(f"expected a baseline among the results, got {baseline!r}.{nearest(baseline, known)}")
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        cell = result.cell
+        key = json.dumps([cell.model, cell.weights, cell.task], sort_keys=True)
+        groups.setdefault(key, []).append(result)
+    found = []
+    for _, group in sorted(groups.items()):
+        _check_texts(group)
+        modes = sorted({result.cell.mode for result in group} - {"either"}) or ["either"]
+        found += [_table(mode, [one for one in group if one.cell.mode in (mode, "either")], baseline) for mode in modes]
+    return found
+
+
+def _check_texts(group: Iterable[Result]) -> None:
+    made: dict[int, Result] = {}
+    for result in group:
+        other = made.setdefault(result.cell.seed, result).cell
+        if other.examples != result.cell.examples:
+            raise ResultError(
+                f"results {other.name} and {result.cell.name}: expected the same examples of {other.task['task']}, got "
+                "those of two texts, tokenizers or releases of Python: keep each in a folder of its own"
+            )
+
+
+def _table(mode: str, results: Sequence[Result], baseline: str | None) -> Table:
+    """Return the table of one task in one mode; several seeds of a policy are examples of one row."""
+    by_policy: dict[str, list[Result]] = {}
+    for result in results:
+        by_policy.setdefault(digest(result.cell.policy), []).append(result)
+    groups = list(by_policy.values())
+    scores: dict[str, bool] = results[0].header["scores"]
+    reference = {
+        _budget(group[0].cell.policy): _by_example(group, scores)
+        for group in groups
+        if group[0].cell.policy["name"] == baseline
+    }
+    names = _names(groups)
+    rows = [_row(name, group, scores, reference) for name, group in zip(names, groups, strict=True)]
+    first, more = next(iter(scores.items()))
+    rows.sort(key=lambda row: (-_size(row.budget), row.scores[first].mean * (-1 if more else 1), row.policy))
+    cell = results[0].cell
+    return Table(cell.model, cell.task, mode, scores, _with_front(rows, first, more))
+
+
+def _row(
+    name: str,
+    group: Sequence[Result],
+    scores: Iterable[str],
+    reference: Mapping[int | float | None, dict[str, Scores]],
+) -> Row:
+    found = _by_example(group, scores)
+    budget = _budget(group[0].cell.policy)
+    # A baseline that keeps everything is one at any budget.
+    other = reference.get(budget, reference.get(None, {}))
+    differences = {}
+    for score, values in found.items() if other else ():
+        pairs = [(values[at], other[score][at]) for at in sorted(values.keys() & other[score].keys())]
+        if pairs:
+            differences[score] = interval([one - another for one, another in pairs])
+    lines = [line for result in group for line in result.examples]
+    return Row(
+        policy=name,
+        budget=budget,
+        examples=len(lines),
+        bytes=statistics.fmean(line["bytes"] for line in lines),
+        bytes_full=statistics.fmean(line["bytes_full"] for line in lines),
+        scores={score: interval(list(values.values())) for score, values in found.items()},
+        differences=differences,
+    )
+
+
+def _by_example(group: Iterable[Result], scores: Iterable[str]) -> dict[str, Scores]:
+    return {
+        score: {(one.cell.seed, line["example"]): line["scores"][score] for one in group for line in one.examples}
+        for score in scores
+    }
+
+
+def _names(groups: Sequence[Sequence[Result]]) -> list[str]:
+    """Return what each policy is called: its name, and where two at one budget share it, a part of its hash."""
+    policies = [group[0].cell.policy for group in groups]
+    called = [(policy["name"], _budget(policy)) for policy in policies]
+    return [
+        name if called.count((name, budget)) == 1 else f"{name} #{digest(policy)[:4]}"
+        for policy, (name, budget) in zip(policies, called, strict=True)
+    ]
+
+
+def _budget(policy: Mapping[str, Any]) -> int | float | None:
+    budget = policy["budget"]
+    if "tokens" in budget:
+        return int(budget["tokens"])
+    return None if budget["keep"] == 1 else float(budget["keep"])
+
+
+def _size(budget: int | float | None) -> float:
+    """Return what budgets are ordered by: all, then shares, then slots."""
+    if budget is None:
+        return float("inf")
+    return budget if isinstance(budget, int) else budget * 1e12
+
+
+def _with_front(rows: Sequence[Row], score: str, more: bool) -> list[Row]:
+    """Return the rows, those marked that no other one beats in both score and bytes."""
+    sign = 1 if more else -1
+    points = [(sign * row.scores[score].mean, -row.bytes) for row in rows]
+    return [
+        replace(
+            row,
+            front=not any(other != own and all(a >= b for a, b in zip(other, own, strict=True)) for other in points),
+        )
+        for row, own in zip(rows, points, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Tasks: what policies are compared on, made on the fly from any text."""

@@ -1,0 +1,1 @@
+"""kvpolicy inside tools that people already use; each needs its own extra."""

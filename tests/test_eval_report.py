@@ -1,0 +1,364 @@
+"""Statistics, tables, the page, and the two commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benches import bench, letters
+from typer.testing import CliRunner
+
+from kvpolicy import load, models
+from kvpolicy.cli import app
+from kvpolicy.config import dump
+from kvpolicy.eval import plots
+from kvpolicy.eval.cells import Cell, ResultError, write_whole
+from kvpolicy.eval.page import page
+from kvpolicy.eval.results import Result, read_result, read_results
+from kvpolicy.eval.statistics import interval
+from kvpolicy.eval.table import Row, tables
+
+
+def result(
+    policy: str, scores: list[float], *, budget: float | None = 64, mode: Any = "query-aware", **cell: Any
+) -> Result:
+    """Return a result of a task with the scores of its examples; bytes are a thousand a slot."""
+    loaded = load(policy) if budget is None else load(policy, budget=budget)
+    task = {"task": "niah-single", "length": 200}
+    settings = {"model": "tiny", "weights": "w", "seed": 0, "examples": "e", "task": task, **cell}
+    made = Cell(policy=dump(loaded), mode=mode, **settings)
+    kept = 200_000 if budget is None else int(budget * 1000)
+    lines = [
+        {"example": at, "scores": {"string_match_all": score}, "bytes": kept, "bytes_full": 200_000}
+        for at, score in enumerate(scores)
+    ]
+    header = {
+        "kvpolicy-eval": 1,
+        "cell": dataclasses.asdict(made),
+        "scores": {"string_match_all": True},
+        "fingerprint": {"weights": "w"},
+        **{name: name for name in ("attention", "stop_tokens", "versions", "machine")},
+    }
+    return Result(header, made, lines)
+
+
+FULL = result("full", [1, 1, 1, 0], budget=None, mode="either")
+SNAP = result("snapkv", [0, 1, 0, 0])
+ECO = result("ecokv", [1, 1, 0, 0])
+MORE = result("ecokv", [1, 1, 1, 0], budget=128)
+
+
+def rows(*results: Result, baseline: str | None = None) -> dict[tuple[str, Any], Row]:
+    (table,) = tables(results, baseline)
+    return {(row.policy, row.budget): row for row in table.rows}
+
+
+# Statistics
+
+
+def test_an_interval_is_that_of_the_mean() -> None:
+    values = np.random.default_rng(1).normal(3, 2, size=400)
+    found = interval(values.tolist())
+    assert found.mean == pytest.approx(values.mean())
+    assert found.low is not None and found.high is not None
+    # Of so many, the bootstrap's is the normal one: 1.96 standard errors of the mean, of which chance moves the ends.
+    error = values.std() / 20
+    assert found.low == pytest.approx(values.mean() - 1.96 * error, abs=0.15 * error)
+    assert found.high == pytest.approx(values.mean() + 1.96 * error, abs=0.15 * error)
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
+    random = np.random.default_rng(2)
+    covered = 0
+    for _ in range(200):
+        found = interval(random.normal(size=50).tolist())
+        assert found.low is not None and found.high is not None
+        covered += found.low <= 0 <= found.high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_an_interval_repeats() -> None:
+    values = np.random.default_rng(3).normal(size=30).tolist()
+    assert interval(values) == interval(values)
+
+
+# Tables
+
+
+def test_rows_hold_means_and_bytes() -> None:
+    found = rows(FULL, SNAP, ECO, MORE)
+    assert [(policy, budget) for policy, budget in found] == [
+        ("full", None),
+        ("ecokv", 128),
+        ("ecokv", 64),
+        ("snapkv", 64),
+    ]
+    row = found["ecokv", 64]
+    assert (row.examples, row.bytes, row.bytes_full) == (4, 64_000, 200_000)
+    assert row.scores["string_match_all"] == interval([1, 1, 0, 0])
+    assert row.differences == {}
+
+
+def test_differences_are_paired_and_at_the_same_budget() -> None:
+    found = rows(FULL, SNAP, ECO, MORE, baseline="snapkv")
+    assert found["ecokv", 64].differences["string_match_all"] == interval([1, 0, 0, 0])
+    assert found["ecokv", 128].differences == {}
+    against_all = rows(FULL, SNAP, ECO, MORE, baseline="full")
+    assert against_all["ecokv", 128].differences["string_match_all"] == interval([0, 0, 0, 0])
+    assert against_all["snapkv", 64].differences["string_match_all"].mean == -0.5
+
+
+def test_pairs_are_of_the_examples_that_both_have() -> None:
+    longer = result("ecokv", [1, 1, 0, 0, 1, 1])
+    assert rows(SNAP, longer, baseline="snapkv")["ecokv", 64].differences["string_match_all"].mean == 0.25
+
+
+def test_the_front_is_what_no_row_beats() -> None:
+    worse = result("random", [0, 0, 0, 0], budget=128)
+    found = rows(FULL, SNAP, ECO, MORE, worse)
+    assert {key for key, row in found.items() if row.front} == {("ecokv", 64), ("ecokv", 128)}
+
+
+def test_seeds_are_examples_of_one_row() -> None:
+    other = result("ecokv", [0, 0, 0, 0], seed=1, examples="f")
+    row = rows(ECO, other)["ecokv", 64]
+    assert row.examples == 8
+    assert row.scores["string_match_all"].mean == 0.25
+
+
+def test_each_mode_has_a_table_and_the_full_cache_is_in_both() -> None:
+    agnostic = result("snapkv", [0, 0, 0, 0], mode="query-agnostic")
+    found = tables([FULL, SNAP, agnostic])
+    assert [table.title for table in found] == ["niah-single, query-agnostic", "niah-single, query-aware"]
+    assert [[row.policy for row in table.rows] for table in found] == [["full", "snapkv"]] * 2
+
+
+def test_models_and_settings_have_tables_of_their_own() -> None:
+    longer = result("snapkv", [1], task={"task": "niah-single", "length": 400})
+    assert len(tables([SNAP, result("snapkv", [1], model="other"), longer])) == 3
+
+
+def test_two_policies_of_one_name_are_told_apart() -> None:
+    changed = dump(load("snapkv", budget=64, select={"recent": 8}))
+    other = dataclasses.replace(SNAP, cell=dataclasses.replace(SNAP.cell, policy=changed))
+    names = [row.policy for row in tables([SNAP, other])[0].rows]
+    assert len(set(names)) == 2
+    assert all(name.startswith("snapkv #") for name in names)
+
+
+def test_results_of_two_texts_are_refused() -> None:
+    with pytest.raises(ResultError, match="expected the same examples of niah-single"):
+        tables([SNAP, result("ecokv", [1, 1], examples="others")])
+
+
+def test_an_unknown_baseline_is_refused() -> None:
+    with pytest.raises(ResultError, match=r"got 'snapkb'. Did you mean 'snapkv'\? Known: ecokv, snapkv"):
+        tables([SNAP, ECO], "snapkb")
+
+
+# Result files
+
+
+def save(one: Result, folder: Path) -> Path:
+    path = folder / f"{one.cell.name}.jsonl"
+    write_whole(path, [one.header, *one.examples])
+    return path
+
+
+def test_results_come_back_from_their_files(tmp_path: Path) -> None:
+    odd = dataclasses.replace(SNAP, examples=[{**SNAP.examples[0], "text": "one\u2028two\x85\r\n"}])
+    assert read_result(save(odd, tmp_path)) == odd
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ResultError, match="found none in"):
+            read_results(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"kvpolicy-eval": 1', '"other": 1', ":1: expected the header of a result"),
+        ('"kvpolicy-eval": 1', '"kvpolicy-eval": 2', ":1: expected format 1 or older, got 2"),
+        ('"seed": 0', '"seed": 1', "it is damaged: not what was written"),
+        ('"seed": 0, ', "", "it is damaged"),
+        ('"bytes": 64000, ', "", "it is damaged: 'bytes'"),
+        ('{"example": 1', '{"example": 1 {', ":3: expected JSON"),
+        ('{"example": 1', '7\n{"example": 1', ":3: expected a JSON object, got '7'"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = save(SNAP, tmp_path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ResultError, match=message):
+        read_results(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = save(SNAP, tmp_path)
+    path.write_bytes(path.read_bytes() + b"\xff")
+    with pytest.raises(ResultError, match="cannot be read"):
+        read_results(tmp_path)
+
+
+# The page
+
+
+class Reader(HTMLParser):
+    """Collects the texts of a page and all that it would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [str(value) for name, value in attrs if name in ("src", "href", "data")]
+        assert tag not in ("script", "link", "iframe")
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_needs_nothing_else_and_shows_text_as_it_is() -> None:
+    strange = dataclasses.replace(SNAP.cell, policy={**SNAP.cell.policy, "name": "<b>&snap</b>"})
+    results = [FULL, dataclasses.replace(SNAP, cell=strange), ECO, MORE]
+    reader = Reader()
+    reader.feed(page(tables(results, "ecokv"), results, "ecokv"))
+    assert [each[:26] for each in reader.fetched] == ["data:image/svg+xml;base64,"]
+    assert "<b>&snap</b>" in reader.texts
+    assert "+0.000 [+0.000, +0.000]" in reader.texts
+    assert any("window: 32" in text for text in reader.texts)  # the policy in full
+
+
+def test_a_picture_has_a_line_for_each_policy_and_repeats() -> None:
+    (table,) = tables([FULL, SNAP, ECO, MORE])
+    found = plots.pareto(table)
+    assert found == plots.pareto(table)
+    text = found.decode()
+    for name in ("full", "snapkv", "ecokv", "Pareto front", "string_match_all (more is better)"):
+        assert f">{name}</text>" in text
+
+
+def test_a_picture_of_a_single_example_has_no_intervals() -> None:
+    (table,) = tables([result("snapkv", [0.1])])
+    assert b"snapkv" in plots.pareto(table)
+
+
+def test_rounding_puts_no_interval_on_the_wrong_side() -> None:
+    (table,) = tables([result("snapkv", [0.1] * 3), result("ecokv", [0.7] * 7)])
+    assert b"snapkv" in plots.pareto(table)
+
+
+# The commands
+
+
+def call(*arguments: str) -> tuple[int, str, str]:
+    found = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return found.exit_code, found.stdout, found.stderr
+
+
+@pytest.fixture
+def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every model be a tiny one."""
+    monkeypatch.setattr(models, "load", lambda *_, **__: (bench().model, letters()))
+
+
+EVAL = ("eval", "--policies", "snapkv", "--budgets", "80,0.5", "--samples", "2", "--length", "200")
+
+
+def test_eval_measures_once_and_report_shows_it(tiny_model: None, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    command = (*EVAL, "--tasks", "drift,odd-one-out", "--mode", "query-agnostic,query-aware", "--out", str(out))
+    for index in (1, 2):
+        code, text, _ = call(*command, "--shard", f"{index}/2", "--json")
+        assert code == 0
+        first = json.loads(text)
+        assert first["there_before"] == 0
+        assert all(Path(cell["file"]).is_file() for cell in first["cells"])
+    # drift: full, and three policies at two budgets; odd-one-out: full, and those in two modes.
+    assert call(*command)[1].splitlines()[0] == f"0 cells measured, 20 there before, in {out}"
+
+    html = tmp_path / "page.html"
+    code, text, _ = call("report", str(out), "--baseline", "snapkv", "--html", str(html), "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert sorted((table["task"]["task"], table["mode"], len(table["rows"])) for table in found) == [
+        ("drift", "query-agnostic", 7),
+        ("odd-one-out", "query-agnostic", 7),
+        ("odd-one-out", "query-aware", 7),
+    ]
+    drifted = next(table for table in found if table["task"]["task"] == "drift")
+    full = next(row for row in drifted["rows"] if row["policy"] == "full")
+    assert full["scores"]["kl"]["mean"] == pytest.approx(0, abs=1e-6)
+    assert full["scores"]["agreement"]["mean"] == 1
+    assert "</html>" in html.read_text()
+
+    code, text, _ = call("report", str(out))
+    assert code == 0
+    assert "odd-one-out, query-aware: model smollm2, length 200, samples 2" in text
+    assert "ecokv-snapkv, no redundancy weight" in text
+
+
+def test_a_text_of_ones_own(tiny_model: None, tmp_path: Path) -> None:
+    text = tmp_path / "sheep.txt"
+    text.write_text("Sheep graze on green hills. " * 100)
+    out = tmp_path / "results"
+    assert call(*EVAL, "--tasks", "drift", "--text", str(text), "--out", str(out))[0] == 0
+    own = {each.cell.examples for each in read_results(out)}
+    assert call(*EVAL, "--tasks", "drift", "--out", str(out))[0] == 0
+    assert len({each.cell.examples for each in read_results(out)} - own) == 1
+
+
+def test_an_interrupt_says_how_to_go_on(tiny_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpolicy.eval.cells.run_cell", interrupt)
+    code, out, err = call(*EVAL, "--tasks", "drift", "--out", str(tmp_path))
+    assert (code, out) == (130, "")
+    assert f"What was finished is in {tmp_path}; the same command goes on from there." in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--mode", "aware"), "--mode: unknown mode 'aware'. Did you mean 'query-aware'?"),
+        (("--shard", "3/2"), "--shard: expected I/N with I from 1 to N"),
+        (("--shard", "one"), "--shard: expected I/N"),
+        (("--policies", "snapkw"), "snapkw"),
+        (("--policies", ","), "--policies: expected at least one"),
+        (("--budgets", "some"), "some"),
+        (("--budgets", "4"), "expected at least the"),
+        (("--tasks", "nih"), "unknown task 'nih'"),
+        (("--text", "/nowhere.txt"), "cannot read '/nowhere.txt'"),
+        (("--out", "/dev/null/results"), "--out: expected a folder"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, str], message: str
+) -> None:
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    code, out, err = call(*EVAL, "--tasks", "drift", "--out", str(tmp_path), *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_report_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(SNAP, tmp_path)
+    assert "found none in" in call("report", str(tmp_path / "nowhere"))[2]
+    assert "cannot write" in call("report", str(tmp_path), "--html", str(tmp_path))[2]
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    code, _, err = call("report", str(tmp_path), "--html", "page.html")
+    assert code == 2
+    assert "pip install 'kvpolicy[eval]'" in err
+    assert call("report", str(tmp_path))[0] == 0
