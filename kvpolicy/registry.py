@@ -105,7 +105,13 @@ def _not_made_again(entries: tuple[Entry, ...], plugin: Plugin, added: Iterable[
 def _made_again(old: object, new: object) -> bool:
     if not isinstance(old, type) or not isinstance(new, type) or old is new:
         return False
-    return (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
+    return _maker(old) == _maker(new)
+
+
+def _maker(cls: type) -> tuple[str, str]:
+    """Return where the code that makes a class stands: that of a wrapped function's is the function's."""
+    code = getattr(cls, "wraps", cls)
+    return str(getattr(code, "__module__", "")), str(getattr(code, "__qualname__", code))
 
 
 def _by_place(offers: Mapping[Plugin, Iterable[Entry]]) -> dict[tuple[str, str], Entry]:

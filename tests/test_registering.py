@@ -10,8 +10,10 @@ from typing import Any
 import packages
 import pytest
 from packages import made
+from torch import Tensor
 
 import kvpolicy
+from kvpolicy import Needs, wrap_score
 from kvpolicy.config import schema
 from kvpolicy.errors import PluginError, PolicyFileError
 from kvpolicy.plugin import Score
@@ -171,3 +173,18 @@ def test_the_command_line_in_this_process_lists_it() -> None:
     with kvpolicy.register(cell()):
         (row,) = [row for row in rows(["scorer"])[0] if row["name"] == "mine"]
     assert row["origin"] == "module packages (registered in code)"
+
+
+def test_scorers_of_two_functions_that_share_a_name_clash() -> None:
+    def one(keys: Tensor) -> Tensor:
+        return keys[..., 0]
+
+    def two(keys: Tensor) -> Tensor:
+        return keys[..., 1]
+
+    first, again, other = (
+        wrap_score(function, needs=Needs(keys=True), name="shared-name") for function in (one, one, two)
+    )
+    with kvpolicy.register(first), kvpolicy.register(again):
+        with pytest.raises(PluginError, match="'shared-name'"):
+            kvpolicy.register(other)
