@@ -185,6 +185,5 @@ def test_scorers_of_two_functions_that_share_a_name_clash() -> None:
     first, again, other = (
         wrap_score(function, needs=Needs(keys=True), name="shared-name") for function in (one, one, two)
     )
-    with kvpolicy.register(first), kvpolicy.register(again):
-        with pytest.raises(PluginError, match="'shared-name'"):
-            kvpolicy.register(other)
+    with kvpolicy.register(first), kvpolicy.register(again), pytest.raises(PluginError, match="'shared-name'"):
+        kvpolicy.register(other)
