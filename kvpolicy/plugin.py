@@ -307,6 +307,14 @@ def kind_of(cls: type) -> str:
     return "scorer" if hasattr(cls, "needs") else ""
 
 
+def needs_of(node: Node) -> Needs:
+    """Return what `node` and everything below it reads, all together."""
+    needs = Needs()
+    for one in walk(node):
+        needs |= one.needs
+    return needs
+
+
 def role_of(scorer: object) -> str:
     """Return what a scorer, or a scorer class, measures: "importance" unless it says otherwise."""
     return str(getattr(scorer, "role", "importance"))

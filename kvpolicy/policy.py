@@ -24,6 +24,7 @@ from kvpolicy.plugin import (
     Selector,
     Store,
     importance_of,
+    needs_of,
     settings,
     walk,
 )
@@ -153,10 +154,8 @@ class Policy:
     @property
     def needs(self) -> Needs:
         """What the score tree and the selector read, all together."""
-        needs: Needs = getattr(self.select, "needs", Needs())
-        for node in walk(self.score):
-            needs |= node.needs
-        return needs
+        of_select: Needs = getattr(self.select, "needs", Needs())
+        return of_select | needs_of(self.score)
 
     @property
     def across_heads(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.contract import fault
+from kvpolicy.contract import RESERVED, fault
 from kvpolicy.errors import PluginError
 from kvpolicy.plugin import settings
 from kvpolicy.types import LayerView, Needs
@@ -147,7 +147,7 @@ def _name(function: Callable[..., Any]) -> str:
     return re.sub("_+", "-", name.strip("_")).lower()
 
 
-_RESERVED = ("name", "type", "needs", "role", "source", "formula", "wraps")
+_RESERVED = (*RESERVED, "type", "wraps")
 
 
 def _parameters(function: Callable[..., Any], who: str) -> tuple[list[str], dict[str, inspect.Parameter]]:

@@ -29,24 +29,14 @@ from transformers.utils.generic import maybe_autocast
 from kvpolicy import attend, models
 from kvpolicy.errors import MissingModelError, UnsupportedModelError, UnsupportedVersionError
 from kvpolicy.session.decoder import cache_name, find_decoders
-from kvpolicy.session.layers import prepare, take_over
+from kvpolicy.session.layers import KINDS, prepare, take_over
 from kvpolicy.step import Attended, forget
 from kvpolicy.store.layer import EvictingLayer
 
 PROBE = 8
 """Tokens of the prompt that is read."""
 
-_KINDS = {
-    "EvictingLayer": "full",
-    "EvictingHybridLayer": "linear and full",
-    "DynamicLayer": "full",
-    "DynamicSlidingWindowLayer": "sliding",
-    "LinearAttentionLayer": "linear",
-    "LinearAttentionAndFullAttentionLayer": "linear and full",
-    "LinearAttentionAndSlidingWindowAttentionLayer": "linear and sliding",
-    "DynamicIndexedLayer": "indexed",
-    "DummyLayer": "none",
-}
+_KINDS = KINDS | {"EvictingLayer": "full", "EvictingHybridLayer": "linear and full"}
 
 
 @dataclass(frozen=True)

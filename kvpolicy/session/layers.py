@@ -9,6 +9,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from kvpolicy.compat import HybridLayer, has_own_index
 from kvpolicy.store.layer import EvictingLayer, Owner
 
+KINDS = {
+    "DynamicLayer": "full",
+    "DynamicSlidingWindowLayer": "sliding",
+    "LinearAttentionLayer": "linear",
+    "LinearAttentionAndFullAttentionLayer": "linear and full",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "linear and sliding",
+    "DynamicIndexedLayer": "indexed",
+    "DummyLayer": "none",
+}
+"""What each class of cache layer of transformers' own holds, in words."""
+
 
 def why_not(cache: Any) -> str:
     """Return why a cache cannot be taken over, or ""."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import kvpolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.policy import Policy
+from kvpolicy.session.layers import KINDS
 from kvpolicy.testing.architectures.build import Case, tiny_model
 from kvpolicy.testing.architectures.compare import PROMPT, compare, exact_logits, run, stored_bytes, tokens
 from kvpolicy.testing.architectures.hide import HidingCache, hiding
@@ -22,15 +23,6 @@ Verdict = Literal["correct", "refused", "not built", "wrong"]
 
 BUDGET = 24
 _HEADS: list[Any] = ["uniform", {"type": "adaptive", "floor": 0.2}]
-_KINDS = {
-    "DynamicLayer": "full",
-    "DynamicSlidingWindowLayer": "sliding",
-    "LinearAttentionLayer": "linear",
-    "LinearAttentionAndFullAttentionLayer": "linear and full",
-    "LinearAttentionAndSlidingWindowAttentionLayer": "linear and sliding",
-    "DynamicIndexedLayer": "indexed",
-    "DummyLayer": "none",
-}
 _EVICTABLE = ("full", "derived", "linear and full")
 
 
@@ -142,7 +134,7 @@ def _judge_generating(case: Case, model: PreTrainedModel, why: Exception) -> Row
 def _kinds(stock: HidingCache) -> list[str]:
     kinds = []
     for index, layer in enumerate(stock.layers):
-        kind = _KINDS.get(type(layer).__name__, type(layer).__name__)
+        kind = KINDS.get(type(layer).__name__, type(layer).__name__)
         seen = stock.prompt.get(index)
         if "full" in kind and not stored_bytes(layer):
             kind = "idle"

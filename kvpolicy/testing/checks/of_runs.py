@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from kvpolicy.errors import ConformanceError
-from kvpolicy.plugin import walk
 from kvpolicy.policy import Decode, Policy
 from kvpolicy.session.decoder import cache_name
 from kvpolicy.session.layers import evicting_layers
@@ -30,7 +29,7 @@ def generate(plugin: Any) -> None:
     tokens = tokens_for(plugin)
     # The last new token is never read.
     _expect(_kept(model, policy_with(plugin), *_prompts(tokens)), tokens + NEW - 1, f"a budget of {tokens}")
-    if not any(node.needs.call for node in walk(policy_with(plugin).score)):
+    if not policy_with(plugin).needs.call:
         evicting = policy_with(plugin, decode=Decode(every=1))
         _expect(_kept(model, evicting, *_prompts(tokens)), tokens, f"a budget of {tokens} and `decode: {{every: 1}}`")
     if not all(map(torch.equal, weights, model.parameters())):

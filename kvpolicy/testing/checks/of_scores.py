@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import ConformanceError, KVPolicyError, UndeclaredReadError
-from kvpolicy.plugin import children, role_of, walk
+from kvpolicy.plugin import children, needs_of, role_of, walk
 from kvpolicy.testing.checks.memory import peak
 from kvpolicy.testing.checks.tools import (
     alone,
@@ -24,7 +24,7 @@ from kvpolicy.testing.checks.tools import (
     scores_of,
 )
 from kvpolicy.testing.views import make_view
-from kvpolicy.types import LayerView, Needs
+from kvpolicy.types import LayerView
 
 CASES: dict[str, dict[str, Any]] = {
     "grouped queries": {"heads": (6, 2)},
@@ -67,14 +67,6 @@ def checks_of(plugin: Any) -> dict[str, Callable[[Any], None]]:
         "half_precision": half_precision,
         "memory": memory,
     }
-
-
-def needs_of(plugin: Any) -> Needs:
-    """Return what a scorer, or a combiner and all below it, reads."""
-    needs = Needs()
-    for node in walk(plugin):
-        needs |= node.needs
-    return needs
 
 
 def view_for(plugin: Any, seed: int = 0, **options: Any) -> LayerView:
@@ -159,8 +151,13 @@ def _filled(view: LayerView, fill: Tensor) -> LayerView:
 
 def oriented(plugin: Any) -> bool:
     """Return whether it is known which slot has to score highest: of a diversity, and of an importance by queries."""
-    roles = {role_of(leaf) for leaf in walk(plugin) if not children(leaf)}
+    roles = _roles(plugin)
     return roles == {"diversity"} or (roles == {"importance"} and needs_of(plugin).queries > 0)
+
+
+def _roles(plugin: Any) -> set[str]:
+    """Return what the scorers of a tree measure."""
+    return {role_of(leaf) for leaf in walk(plugin) if not children(leaf)}
 
 
 def orientation(plugin: Any) -> None:
@@ -181,8 +178,7 @@ def orientation(plugin: Any) -> None:
     # Where neighbours are pooled, those next to it share its score.
     far = (torch.arange(view.slots) - odd).abs() > 16
     if not bool((scores[..., odd] > scores[..., far].amax(-1)).all()):
-        leaf = next(leaf for leaf in walk(plugin) if not children(leaf))
-        which = "is unlike all others" if role_of(leaf) == "diversity" else "every query looks at"
+        which = "is unlike all others" if _roles(plugin) == {"diversity"} else "every query looks at"
         raise ConformanceError(
             f"higher means keep: expected the slot that {which} to score above the others, got "
             f"{scores[0, 0, odd]:.3g} for it and up to {scores[0, 0, far].max():.3g} for them. Turn the sign, or "
@@ -249,13 +245,12 @@ def repeatable(plugin: Any) -> None:
 
 def keeps_nothing(plugin: Any) -> None:
     """It keeps nothing of a view: what is evicted is freed, and other numbers in the same place score anew."""
-    view = view_for(plugin)
-    want = scores_of(plugin, view_for(plugin, 1))
+    view, other = view_for(plugin), view_for(plugin, 1)
+    want = scores_of(plugin, other)
     scores_of(plugin, view)
-    with torch.no_grad():
-        for name, tensor in _vectors(view_for(plugin, 1)).items():
-            _vectors(view)[name].copy_(tensor)
-        view.modality.copy_(view_for(plugin, 1).modality)  # type: ignore[union-attr, arg-type]
+    for name, tensor in _vectors(other).items():
+        _vectors(view)[name].copy_(tensor)
+    view.modality.copy_(other.modality)  # type: ignore[union-attr, arg-type]
     if not torch.equal(scores_of(plugin, view), want):
         raise ConformanceError("expected new scores for other numbers in the same tensors: it keeps what it has seen")
     held = [weakref.ref(tensor) for tensor in _vectors(view).values()]
@@ -300,8 +295,7 @@ def absent_queries(plugin: Any) -> None:
 
 def observes(plugin: Any) -> bool:
     """Return whether scores are the attention of several queries, each of which may see its past alone."""
-    roles = {role_of(leaf) for leaf in walk(plugin) if not children(leaf)}
-    return roles == {"importance"} and needs_of(plugin).queries > 1
+    return _roles(plugin) == {"importance"} and needs_of(plugin).queries > 1
 
 
 def causal(plugin: Any) -> None:
