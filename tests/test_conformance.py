@@ -103,6 +103,7 @@ def test_an_expected_failure_that_passes_is_one() -> None:
         ({"shape": PLACE}, "no check of 'key-norm' is called 'shape'. Did you mean 'shapes'"),
         ({"shapes": ""}, "expected a reason for 'shapes', got ''"),
         ({"shapes": None}, "expected a reason for 'shapes', got None"),
+        (["shapes"], "expected a mapping from checks to reasons, got ['shapes']"),
     ],
 )
 def test_expected_failures_are_names_and_reasons(expected: Any, says: str) -> None:
@@ -156,3 +157,12 @@ def test_the_decorator_makes_a_test_of_each_check(tmp_path: Path) -> None:
     assert "XFAIL test_mine.py::test_mine[absent-permutation] - place" in said
     assert any(line.startswith("FAILED test_mine.py::test_mine[absent-shapes]") for line in said)
     assert "[XPASS(strict)] none" in ended.stdout
+
+
+def test_the_decorator_takes_a_list_of_plugins() -> None:
+    with pytest.raises(ConformanceError, match=r"expected a list of plugins, got KeyNorm\(\)"):
+        parametrize_with_checks(KeyNorm())
+
+
+def test_a_selector_that_protects_more_than_the_usual_budget_can_be_checked() -> None:
+    check_selector(TopK(recent=32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -109,17 +110,60 @@ def options(keys: Tensor, **more: float) -> Tensor:
     return keys[..., 0]
 
 
+def a_tensor(keys: Tensor, mask: Tensor) -> Tensor:
+    return keys[..., 0]
+
+
+def a_name(keys: Tensor, role: str = "x") -> Tensor:
+    return keys[..., 0]
+
+
+def a_list(keys: Tensor, sizes: list[int] = [1]) -> Tensor:  # noqa: B006
+    return keys[..., 0]
+
+
+def unknown(keys: Nowhere, power: Nowhere = 1) -> Tensor:  # type: ignore[name-defined]  # noqa: F821
+    return keys[..., 0]
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
         (no_annotation, "expected parameter 'power' to be a setting with an annotation"),
         (many, r"expected parameters that can be given by name, got '\*keys"),
         (options, r"expected parameters that can be given by name, got '\*\*more"),
+        (a_tensor, "parameter 'mask' is a tensor: expected one of queries"),
+        (a_name, "expected another name for the setting 'role'"),
+        (a_list, r"parameter 'sizes': expected a default that cannot change, got \[1\]"),
+        (unknown, "parameter 'power': cannot resolve its annotation"),
+        (torch.linalg.vector_norm, "expected a function with a signature"),
+        (partial(mean_key), r"expected name='\.\.\.'"),
+        (lambda keys: keys[..., 0], r"expected name='\.\.\.'"),
+        (3, "expected a function, got 3"),
     ],
 )
 def test_parameters_are_data_or_settings(function: Any, says: str) -> None:
     with pytest.raises(PluginError, match=says):
         wrap_score(function, needs=Needs(keys=True))
+
+
+def test_annotations_of_data_need_not_resolve_and_partials_take_a_name() -> None:
+    def untyped(keys: Nowhere, power: float = 2) -> Tensor:  # type: ignore[name-defined]  # noqa: F821
+        return keys[..., 0] ** power
+
+    made = wrap_score(partial(untyped), needs=Needs(keys=True), name="first-number")
+    assert repr(made()) == "FirstNumber(power=2)"
+
+
+@pytest.mark.parametrize("needs", [None, {"keys": True}])
+def test_needs_are_needs(needs: Any) -> None:
+    with pytest.raises(PluginError, match=r"needs: expected a kvpolicy\.Needs, or a function"):
+        wrap_score(mean_key, needs=needs)
+
+
+def test_a_class_that_would_break_the_contract_is_refused_at_once() -> None:
+    with pytest.raises(PluginError, match="wrap_score of 'mean-key': its `role` is 'imp'"):
+        wrap_score(mean_key, needs=Needs(keys=True), role="imp")
 
 
 @pytest.mark.parametrize(
