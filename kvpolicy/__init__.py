@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvpolicy.policy import Budget, Decode, Policy
     from kvpolicy.registering import register
     from kvpolicy.session.context import Context, load_context
+    from kvpolicy.session.reading import Reading, read
     from kvpolicy.types import Call, LayerView, Needs, Plan, Selection
     from kvpolicy.wrap import wrap_score
 
@@ -36,6 +37,8 @@ _HOME = {
     "register": "registering",
     "Context": "session.context",
     "load_context": "session.context",
+    "Reading": "session.reading",
+    "read": "session.reading",
     "Call": "types",
     "LayerView": "types",
     "Needs": "types",
@@ -58,6 +61,7 @@ __all__ = [
     "Numbers",
     "Plan",
     "Policy",
+    "Reading",
     "Score",
     "Scores",
     "Selection",
@@ -66,6 +70,7 @@ __all__ = [
     "load",
     "load_context",
     "models",
+    "read",
     "register",
     "settings",
     "wrap_score",

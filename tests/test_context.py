@@ -40,6 +40,8 @@ from kvpolicy.store import build, restore
 from kvpolicy.store.settings import Plain, Quantized
 from kvpolicy.testing import oracle
 from kvpolicy.testing.models import tiny
+from kvpolicy.testing.vision import prompt
+from kvpolicy.testing.vision import tiny_model as tiny_vision
 from kvpolicy.types import Selection
 
 EXACT = {"rtol": 0, "atol": 1e-9}
@@ -708,3 +710,54 @@ def test_an_image_moves_the_text_behind_it(tmp_path: Path) -> None:
         assert torch.equal(generate(fork, None, pad_token_id=0), want)
         with pytest.raises(UnsupportedModelError, match="'model' keeps the positions of the prompt it read last"):
             fork.cache  # noqa: B018
+
+
+def test_the_logits_of_a_fork_go_on(model: PreTrainedModel) -> None:
+    policy = POLICIES["ragged"]
+    with policy.compress(model, TEXT).fork() as fork:
+        got = torch.cat([fork.logits(QUESTION), fork.logits(OTHER)], dim=1)
+        assert torch.equal(fork.tokens.ids, torch.cat([TEXT, QUESTION, OTHER], dim=1))
+    want = one_by_one(model, policy, TEXT, torch.cat([QUESTION, OTHER], dim=1))
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_the_logits_after_an_answer_and_with_the_question_in_view(model: PreTrainedModel) -> None:
+    with POLICIES["ragged"].compress(model, TEXT).fork() as fork:
+        answer = generate(fork, QUESTION)
+        got = fork.logits(OTHER)
+    with POLICIES["ragged"].compress(model, TEXT).fork() as fork:
+        # The answer's last token has not been read yet.
+        want = fork.logits(torch.cat([QUESTION, answer, OTHER], dim=1))[:, -1 - OTHER.shape[1] :]
+    torch.testing.assert_close(got, want, **EXACT)
+    aware = POLICIES["ragged"].compress(model, TEXT, OTHER)
+    with aware.fork() as fork, aware.fork() as other:
+        want = oracle.forward(model, OTHER[:, -1:], other.cache, None)
+        torch.testing.assert_close(fork.logits(), want, **EXACT)
+        with pytest.raises(ContextError, match=r"fork\.logits: expected a question"):
+            fork.logits()
+
+
+def test_the_logits_of_padded_rows(model: PreTrainedModel) -> None:
+    ids, mask = tokens(2, 64), torch.ones(2, 64, dtype=torch.int64)
+    mask[0, :11] = 0
+    with POLICIES["ragged"].compress(model, {"input_ids": ids, "attention_mask": mask}).fork() as fork:
+        got = fork.logits(tokens(2, 5, 1))
+    for row, text in enumerate((ids[:1, 11:], ids[1:])):
+        with POLICIES["ragged"].compress(model, text).fork() as fork:
+            want = fork.logits(tokens(2, 5, 1)[row])
+        torch.testing.assert_close(got[row], want[0], **EXACT)
+
+
+def test_the_logits_of_a_model_that_keeps_positions_elsewhere() -> None:
+    model = tiny_vision("qwen2_vl")
+    asked = prompt(model, [[6, "image", 9, "image", 30]])
+    context = policy_of("ada-kv").compress(model, {"input_ids": asked.ids, **asked.pictures})
+    question = torch.tensor([[40, 41, 42]])
+    with context.fork() as fork:
+        want = generate(fork, question, 2, return_dict_in_generate=True, output_logits=True)
+    # Another prompt, whose positions the model now keeps.
+    model(input_ids=asked.ids[:, :4])
+    with context.fork() as fork:
+        got = [fork.logits(question)[:, -1], fork.logits(want.sequences[:, :1])[:, -1]]
+    # `generate` rounds its logits to float32.
+    torch.testing.assert_close(torch.stack(got).float(), torch.stack(want.logits), rtol=1e-6, atol=1e-6)

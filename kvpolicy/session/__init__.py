@@ -106,16 +106,22 @@ class Session(Bound):
         """
         if not self.active:
             raise InactiveSessionError("prompt: expected to be inside the session's `with` block")
+        with self.unfinished() as read:
+            yield
+        for run, cache in read.values():
+            run.settle(cache)
+
+    @contextmanager
+    def unfinished(self) -> Iterator[dict[int, tuple[CacheRun, DynamicCache]]]:
+        """Read one prompt, from which "whole" evicts nothing, not at the end either; yield what is read into."""
         outer = self._swap(Prompt(unfinished=True))
         read: dict[int, tuple[CacheRun, DynamicCache]] = {}
         self._now.read.append(read)
         try:
-            yield
+            yield read
         finally:
             self._now.read.remove(read)
             self._swap(outer)
-        for run, cache in read.values():
-            run.settle(cache)
 
     def _swap(self, prompt: Prompt) -> Prompt:
         before, self._now.prompt = self._now.prompt, prompt

@@ -17,7 +17,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.report import Report
 from kvpolicy.session import Session
 from kvpolicy.session.decoder import cache_name
-from kvpolicy.session.inputs import Tokens, read_question
+from kvpolicy.session.inputs import Tokens, forward_arguments, read_question
 from kvpolicy.session.layers import evicting_layers
 from kvpolicy.session.positions import Deltas, deltas_of, keepers, keeping
 from kvpolicy.session.run import CacheRun, run_of
@@ -124,7 +124,7 @@ class Fork:
         if kept:
             raise UnsupportedModelError(
                 f"fork.cache: the model's '{kept[0]}' keeps the positions of the prompt it read last, whichever that "
-                "is, so that a forward pass by hand could take those of another one: use fork.generate"
+                "is, so that a forward pass by hand could take those of another one: use fork.generate or fork.logits"
             )
         return self._now().cache
 
@@ -152,28 +152,10 @@ class Fork:
         Raises:
             ContextError: when the question does not fit, or there is none to go on from.
         """
-        held, model = self._now(), self._model
+        model = self._model
         if not isinstance(model, GenerationMixin) or not isinstance(model, PreTrainedModel):
             raise UnsupportedModelError(f"fork.generate: expected a model with generate, got {type(model).__name__}")
-        if held.seen != self._seen:
-            raise ContextError(
-                f"fork.generate: expected the {self._seen} tokens that it knows of, got {held.seen} in the cache: some "
-                "were read by hand, so go on by hand"
-            )
-        if self._asked and held.rows > 1:
-            raise ContextError(
-                f"fork.generate: expected one row to go on from after an answer, got {held.rows}, whose answers may "
-                "differ in length: make another fork"
-            )
-        told = held.tokens
-        if question is not None:
-            told = told.join(read_question(question, told.ids.device, len(told.ids)))
-        if told.length <= held.seen:
-            spread = "; give what the tokenizer returned as one argument, not as **keywords" * ("input_ids" in settings)
-            raise ContextError(
-                f"fork.generate: expected a question, as this context was compressed without one{spread}"
-            )
-        held.check_padding(told, "question")
+        held, told = self._told("fork.generate", question, settings)
         known = {name: setting(model, settings, name) for name in (*DRAFTS, *_REPEATED)}
         if settings.get("use_cache") is False:
             raise ContextError("fork.generate: expected use_cache=True, as what was kept is in a cache")
@@ -207,6 +189,50 @@ class Fork:
             return new
         output.sequences = new
         return output
+
+    def logits(self, tokens: Any = None) -> Tensor:
+        """Return what the model predicts after each of `tokens`, ``[B, q, V]``, and go on from there.
+
+        With the question in view, or after an answer, the token that is still to be read comes first. Padding and
+        positions that a model keeps outside its cache are taken care of, which a forward pass by hand has to do itself.
+
+        Args:
+            tokens: as of `generate`.
+
+        Raises:
+            ContextError: when the tokens do not fit, or there are none to read.
+        """
+        model = self._model
+        held, told = self._told("fork.logits", tokens, {})
+        new = told.length - held.seen
+        given = forward_arguments(model, told, {}, last=new, seen=held.seen)
+        with torch.no_grad(), keeping(model, held.deltas):
+            logits: Tensor = model(**given, **{cache_name(model): held.cache}).logits
+            deltas = deltas_of(model)
+        self._open, self._seen = Held(held.cache, told, deltas), held.seen
+        return logits[:, -new:]
+
+    def _told(self, method: str, question: Any, settings: dict[str, Any]) -> tuple[Held, Tokens]:
+        """Return what the fork holds, and all tokens that it is to have read, `question` behind the others."""
+        held = self._now()
+        if held.seen != self._seen:
+            raise ContextError(
+                f"{method}: expected the {self._seen} tokens that it knows of, got {held.seen} in the cache: some "
+                "were read by hand, so go on by hand"
+            )
+        if self._asked and held.rows > 1:
+            raise ContextError(
+                f"{method}: expected one row to go on from after an answer, got {held.rows}, whose answers may "
+                "differ in length: make another fork"
+            )
+        told = held.tokens
+        if question is not None:
+            told = told.join(read_question(question, told.ids.device, len(told.ids)))
+        if told.length <= held.seen:
+            spread = "; give what the tokenizer returned as one argument, not as **keywords" * ("input_ids" in settings)
+            raise ContextError(f"{method}: expected a question, as this context was compressed without one{spread}")
+        held.check_padding(told, "question")
+        return held, told
 
     def _now(self) -> Held:
         if self._open is None:

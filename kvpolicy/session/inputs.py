@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpolicy.errors import ContextError
+from kvpolicy.session.decoder import forward_names
+from kvpolicy.session.positions import keepers
 
 _OWN = ("position_ids", "inputs_embeds", "labels")
 
@@ -106,3 +108,32 @@ def read_question(given: Any, device: torch.device, rows: int) -> Tokens:
     if not bool(tokens.mask[:, -1].all()):
         raise ContextError("question: expected rows padded on the left, as their last token is what is gone on from")
     return tokens
+
+
+def forward_arguments(
+    model: nn.Module, tokens: Tokens, rest: Mapping[str, Any], *, last: int, seen: int = 0
+) -> dict[str, Any]:
+    """Return the arguments of a forward pass, as `generate` would call it.
+
+    Args:
+        model: whose `forward` it is.
+        tokens: all of the sequence.
+        rest: what else it is called with: pixels and the like.
+        last: of how many of the last tokens logits are computed, where the model can be told.
+        seen: how many of the tokens are in the cache already.
+    """
+    names = forward_names(model)
+    given: dict[str, Any] = {"input_ids": tokens.ids[:, seen:], "use_cache": True, **rest}
+    if "logits_to_keep" in names:
+        # All logits of a prompt of 4,096 tokens are most of a gigabyte, and a fifth of the work.
+        given["logits_to_keep"] = last
+    if tokens.padded:
+        given["attention_mask"] = tokens.mask
+        # Only `generate` derives positions from padding; models with positions of their own do, where they see images.
+        if "position_ids" in names and not (keepers(model) and rest):
+            given["position_ids"] = _positions(tokens.mask)[:, seen:]
+    return given
+
+
+def _positions(mask: Tensor) -> Tensor:
+    return (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)

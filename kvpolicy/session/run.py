@@ -238,13 +238,13 @@ class CacheRun:
         return now.kept.get(layer.index)
 
     def settle(self, cache: Cache) -> None:
-        """Evict now from every layer of a cache whose prompt has been read in several passes.
+        """Evict now from every layer of a cache whose prompt has been read and not been evicted from.
 
         Raises:
             UnsupportedModelError: when the model derives what it attends to: it is there during a pass only.
         """
         read, self._read = self._read, None
-        if read is None or self.policy.trivial or self.policy.prefill == "chunks":
+        if read is None or read.point is not None or self.policy.trivial:
             return
         read.prompt = Prompt()
         for layer in evicting_layers(cache):
@@ -257,6 +257,22 @@ class CacheRun:
                 with _apart(layer.padded()[0].device):
                     self._evict(layer, read, layer.seen, None)
                 self.report.layers[layer.index] = record(layer)
+
+    def of_policy(self, policy: Policy, owner: RunOwner) -> CacheRun:
+        """Return the run of another policy over the prompt that this one has read and not evicted from.
+
+        Args:
+            policy: it needs no more than the policy of this run.
+            owner: the session it belongs to.
+        """
+        if self._read is None:
+            raise InactiveSessionError("expected a prompt that has been read and not been evicted from")
+        before_rope = self._before_rope if policy.needs.pre_rope else None
+        other = CacheRun(policy, list(self._depth), owner, before_rope)
+        other._facts = self._facts if policy.needs.modality else replace(self._facts, modality=None)
+        other._read = replace(self._read)
+        other.report.left_alone = self.report.left_alone
+        return other
 
     def _record_queries(self, layer: EvictingLayer, query: Tensor, now: Pass) -> None:
         later = self.policy.decode is not None or unread(now.prompt, layer.seen)

@@ -1,0 +1,134 @@
+"""`Reading`: a text that a model has read once, for any number of policies to compress."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvpolicy.errors import ContextError, PolicyError
+from kvpolicy.plugin import settings
+from kvpolicy.policy import Budget, Policy
+from kvpolicy.session import Session
+from kvpolicy.session.context import Context
+from kvpolicy.session.fork import Held
+from kvpolicy.session.layers import evicting_layers
+from kvpolicy.session.passes import record
+from kvpolicy.session.prefill import decoder_of, prefill, told
+from kvpolicy.types import LayerView, Needs
+from kvpolicy.window import Window
+
+
+@settings
+class _Reads:
+    """A scorer that nothing is ever scored by; it says what is to be recorded."""
+
+    name = "reading"
+    role = "other"
+    recorded: Needs
+
+    @property
+    def needs(self) -> Needs:
+        return self.recorded
+
+    def __call__(self, view: LayerView) -> Tensor:
+        raise NotImplementedError("a reading evicts nothing")
+
+
+def read(model: nn.Module, inputs: Any, question: Any = None, *, policies: Sequence[Policy]) -> Reading:
+    """Return a text read once, which each of `policies` can compress as if it had been read under it.
+
+    What a policy keeps of a prompt does not change how the prompt is read. So many policies cost one forward pass, and
+    the memory of a full cache for as long as the reading lives.
+
+    Args:
+        model: any transformers decoder.
+        inputs: as of `Policy.compress`.
+        question: likewise.
+        policies: what scores, budgets and selectors of these read is kept; at least one.
+
+    Raises:
+        ContextError: when inputs or question are wrong.
+        UnsupportedModelError: when one of the policies cannot act on the model.
+
+    >>> import torch, kvpolicy
+    >>> from kvpolicy.testing.models import tiny
+    >>> policies = [kvpolicy.load(name, budget=40) for name in ("snapkv", "ecokv-snapkv")]
+    >>> reading = kvpolicy.read(tiny(), torch.arange(96), policies=policies)
+    >>> [reading.compress(policy).report.bytes for policy in policies]
+    [15360, 15360]
+    """
+    if not policies:
+        raise PolicyError("policies: expected at least one, got none")
+    # What an attention module is called with does not outlive the pass.
+    needs = replace(functools.reduce(operator.or_, (policy.needs for policy in policies)), call=False)
+    given = told(decoder_of(model), inputs, question)
+    reader = Policy(name="reading", score=_Reads(recorded=needs), budget=Budget(tokens=2**31))
+    with reader.on(model) as session, session.unfinished():
+        held = prefill(session, model, given)
+    for layer in evicting_layers(held.cache):
+        layer.own()
+    return Reading(model, held, needs, aware=question is not None)
+
+
+class Reading:
+    """A text that a model has read once. Made by `kvpolicy.read`.
+
+    Args:
+        model: whose cache it is.
+        held: the full cache, and the tokens it is of.
+        needs: what was recorded besides.
+        aware: whether a question was in view.
+    """
+
+    def __init__(self, model: nn.Module, held: Held, needs: Needs, *, aware: bool) -> None:
+        self._model = model
+        self._held = held
+        self._needs = needs
+        self._aware = aware
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys and values that it holds."""
+        return self._held.run.report.bytes
+
+    @property
+    def derived(self) -> bool:
+        """Whether the model derives what it attends to from what is cached, which is there during the pass alone."""
+        return any(bool(layer.shared) for layer in evicting_layers(self._held.cache))
+
+    def serves(self, policy: Policy) -> bool:
+        """Return whether `policy` can compress it: what it needs was recorded, and outlives the pass."""
+        return self._needs | policy.needs == self._needs and (policy.trivial or not self.derived)
+
+    def compress(self, policy: Policy) -> Context:
+        """Return what `policy` keeps of it: the same as `policy.compress` of the same inputs.
+
+        Raises:
+            ContextError: when it does not serve the policy.
+        """
+        if not self.serves(policy):
+            raise ContextError(
+                f"policy '{policy.name}': expected one that needs no more than {self._needs}, and neither `call` nor "
+                f"a model that derives its keys, got {policy.needs}: use policy.compress, or name it in `policies`"
+            )
+        run = self._held.run.of_policy(policy, Session(policy, self._model))
+        cache = copy.copy(self._held.cache)
+        cache.layers = [copy.copy(layer) for layer in cache.layers]
+        for layer in evicting_layers(cache):
+            layer.owner, layer.window = run, _last(layer.window, policy.needs.queries)
+        run.settle(cache)
+        run.report.layers = {layer.index: record(layer) for layer in evicting_layers(cache)}
+        return Context(policy, self._model, Held(cache, self._held.tokens, self._held.deltas), aware=self._aware)
+
+
+def _last(window: Window | None, count: int) -> Window | None:
+    """Return the last `count` queries of a window, as a policy that needs no more would have recorded them."""
+    if window is None or not count:
+        return None
+    return Window(window.queries[:, :, -count:], window.positions[:, -count:])
