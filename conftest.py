@@ -8,8 +8,12 @@ from typing import Any
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
-# Of the harness, which has an environment of its own: make test-lm-eval.
+# Of the harness, which has an environment of its own: make test-extras.
 collect_ignore_glob = [] if find_spec("lm_eval") else ["tests/test_lm_eval.py", "kvpolicy/integrations/lm_eval/*"]
+if not find_spec("lmms_eval"):  # likewise: make test-lmms-eval
+    collect_ignore_glob += ["tests/test_lmms_eval.py", "kvpolicy/integrations/lmms_eval/*"]
+if not find_spec("pyarrow"):
+    collect_ignore_glob.append("kvpolicy/analysis/tables.py")
 
 
 class Page(ModuleType):

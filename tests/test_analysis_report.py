@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from browser import needs_chromium, screenshot, show
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -35,7 +35,6 @@ pytest.importorskip("matplotlib")
 from kvpolicy.analysis.page import page
 from kvpolicy.analysis.plots import pictures
 
-CHROMIUM = shutil.which("chromium")
 TEXT = "".join(f"Line {number}: <b>not bold</b> & 'quoted'.\n" for number in range(6))
 
 
@@ -114,7 +113,25 @@ def test_the_page_says_what_is_kept_and_noted(found: Analysis) -> None:
     assert '<p class="note">1 &lt; 2</p>' in text
     assert f"<td>{found.overlap[0].mean:.2f}</td>" in text
     most = max(map(max, found.kept[1].lengths))
-    assert f"<td>{min(map(min, found.kept[1].lengths))} &nbsp; 40.0 &nbsp; {most}</td>" in text
+    assert f"<td>40.0 ({min(map(min, found.kept[1].lengths))} to {most})</td>" in text
+
+
+def test_letters_stand_out_from_their_ground(found: Analysis) -> None:
+    for rule in re.findall(r"\.k\d+ \{ (.*) \}", page(found)):
+        ground = re.search(r"background: rgba\(0, 90, 170, ([\d.]+)\)", rule)
+        opaque = float(ground[1]) if ground else 0.0
+        letters = re.search(r" ?color: #(\w+)", rule)
+        colour = {"fff": 255, "767676": 0x76}[letters[1]] if letters else 0x1A
+        below = [255 - opaque * (255 - part) for part in (0, 90, 170)]
+        lights = sorted((luminance(below), luminance([colour] * 3)))
+        assert (lights[1] + 0.05) / (lights[0] + 0.05) >= 4.5, rule
+
+
+def luminance(colour: list[float]) -> float:
+    """Return how light a colour is, as the Web Content Accessibility Guidelines define it."""
+    parts = [part / 255 for part in colour]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def test_pictures_of_one_policy_and_of_several(found: Analysis) -> None:
@@ -228,21 +245,21 @@ def test_a_policy_that_cannot_run_on_the_model_is_named(folder: Path, tmp_path: 
     assert "policy 'ecokv-pre-rope' reads keys before RoPE" in error
 
 
-def screenshot(report: Path, size: tuple[int, int]) -> Path:
-    """Return a picture of a report as a browser without a network shows it."""
-    taken = report.with_suffix(".png")
-    command = [
-        *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-        *(f"--user-data-dir={report.parent / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"),
-        *(f"--window-size={size[0]},{size[1]}", f"--screenshot={taken}", report.as_uri()),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return taken
+@needs_chromium
+def test_a_browser_shows_the_report_on_a_phone_too(found: Analysis, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    report.write_text(page(found))
+    for width in (400, 1100):
+        shown = show(report, width)
+        assert (shown.overflow, shown.fetched, shown.complaints) == (0, [], [])
+        assert shown.rows == [1 + 4]
+        # Letters of 10 points in pictures of 10 inches can be read.
+        assert len(shown.images) == 6 and min(shown.images) >= 700
 
 
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@needs_chromium
 def test_a_browser_shows_the_report_of_a_real_model(
     smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from benches import bench, letters
+from browser import needs_chromium, show
 from typer.testing import CliRunner
 
 from kvpolicy import load, models
+from kvpolicy.analysis.plots import COLOURS
 from kvpolicy.cli import app
 from kvpolicy.config import dump
 from kvpolicy.eval import plots
@@ -246,6 +249,32 @@ def test_a_picture_has_a_line_for_each_policy_and_repeats() -> None:
     text = found.decode()
     for name in ("full", "snapkv", "ecokv", "Pareto front", "string_match_all (more is better)"):
         assert f">{name}</text>" in text
+
+
+def test_policies_that_keep_as_many_bytes_stand_side_by_side() -> None:
+    policies = ["ecokv", "key-norm", "random", "snapkv"]
+    (table,) = tables([result(policy, [1, 0, 0, 0], budget=budget) for policy in policies for budget in (64, 128)])
+    axes, _, _ = plots.pareto(table).decode().partition('id="legend_1"')
+    marks = re.findall(r'<use [^>]* x="([\d.]+)" y="[\d.]+" style="fill: (#\w+); stroke: \2"', axes)
+    by_policy = [sorted({float(x) for x, colour in marks if colour == each.lower()}) for each in COLOURS[:4]]
+    (low, high), *others = by_policy
+    for number, (x, beyond) in enumerate(others, start=1):
+        assert x - low == pytest.approx(number * (others[0][0] - low), abs=1e-3)
+        assert x - low >= 4 * number
+        assert beyond - x == pytest.approx(high - low, abs=1e-3)
+
+
+@needs_chromium
+def test_a_browser_shows_the_page_on_a_phone_too(tmp_path: Path) -> None:
+    results = [FULL, SNAP, ECO, MORE, result("snapkv", [0, 0, 0, 0], mode="query-agnostic")]
+    file = tmp_path / "page.html"
+    file.write_text(page(tables(results, "snapkv"), results, "snapkv"), encoding="utf-8")
+    for width in (400, 1100):
+        shown = show(file, width)
+        assert (shown.overflow, shown.fetched, shown.complaints) == (0, [], [])
+        assert shown.rows == [1 + 2, 1 + 4]
+        # Letters of 10 points in pictures of 9 inches can be read.
+        assert len(shown.images) == 2 and min(shown.images) >= 700
 
 
 def test_a_picture_of_a_single_example_has_no_intervals() -> None:

@@ -14,10 +14,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 import kvpolicy
-from kvpolicy.analysis import shape as module
+from kvpolicy.analysis import probe as module
 from kvpolicy.analysis.devices import DEVICES, Device, PlanError, find_device
 from kvpolicy.analysis.footprint import STORES, footprints, full_footprint, kept_footprint
-from kvpolicy.analysis.shape import ModelShape, model_shape, read_config, require_meta
+from kvpolicy.analysis.probe import require_meta
+from kvpolicy.analysis.shape import ModelShape, model_shape, read_config
 from kvpolicy.cli import app
 from kvpolicy.errors import MissingModelError, UnsupportedModelError, UnsupportedVersionError
 from kvpolicy.session.decoder import cache_name

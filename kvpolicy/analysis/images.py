@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from einops import rearrange
+from matplotlib.colors import to_rgba
 
 from kvpolicy.analysis.analyze import AnalysisError
-from kvpolicy.analysis.plots import Picture, by_policy
+from kvpolicy.analysis.plots import COLOURS, Picture, tiles
 from kvpolicy.analysis.result import Analysis
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.session.modality import placeholders
@@ -67,12 +69,35 @@ def grids(config: Any, inputs: Mapping[str, Any]) -> list[Grid]:
     return found
 
 
+def as_seen(processor: Any, inputs: Mapping[str, Any], images: Sequence[Any]) -> list[Any]:
+    """Return the pictures of a prompt as the model saw them, resized and cropped, for `on_images`.
+
+    Args:
+        processor: that made the inputs, of a model whose tokens `grids` knows.
+        inputs: what it returned.
+        images: PIL images, what it was given.
+    """
+    made = processor.image_processor
+    if inputs.get("image_grid_thw") is not None:
+        # Cut into patches in an order of its own, but not cropped.
+        sizes = [
+            (made.patch_size * columns, made.patch_size * rows)
+            for _, rows, columns in inputs["image_grid_thw"].tolist()
+        ]
+        return [image.resize(size) for image, size in zip(images, sizes, strict=True)]
+    pixels = rearrange(inputs["pixel_values"], "image colour row column -> image row column colour").float().numpy()
+    if made.do_normalize:
+        pixels = pixels * np.array(made.image_std) + np.array(made.image_mean)
+    whitest = 255 * (made.rescale_factor if made.do_rescale else 1)
+    return list((pixels / whitest).clip(0, 1))
+
+
 def on_images(analysis: Analysis, images: Sequence[Any], where: Sequence[Grid]) -> Iterator[Picture]:
-    """Yield each image with what policies keep of it, for `page`: the fewer heads keep a token, the paler it is.
+    """Yield each image, then what each policy keeps of it, for `page`: the more heads keep a token, the bluer it is.
 
     Args:
         analysis: of the prompt that they are in.
-        images: as the model saw them, resized and cropped: what matplotlib shows, such as a PIL image or ``[H, W, 3]``.
+        images: as the model saw them, such as `as_seen` returns: PIL images or ``[H, W, 3]``, of bytes or in [0, 1].
         where: what `grids` returns.
 
     Raises:
@@ -82,20 +107,31 @@ def on_images(analysis: Analysis, images: Sequence[Any], where: Sequence[Grid]) 
         raise AnalysisError(f"images: expected {len(where)}, one for each picture of the prompt, got {len(images)}")
     heads = sum(map(len, analysis.kept[0].lengths))
     for number, (image, grid) in enumerate(zip(images, where, strict=True), start=1):
-        figure, panels = by_policy(analysis)
+        figure, (first, *panels) = tiles(1 + len(analysis.kept))
+        first.imshow(image)
+        first.set_title("as the model saw it", fontsize=10)
+        first.set_axis_off()
         for axes, one in zip(panels, analysis.kept, strict=True):
-            axes.imshow(image)
+            # Light grey, so that blue shows on it wherever the image is dark or white.
+            axes.imshow(_grey(image), cmap="gray", vmin=-1, vmax=1)
             extent = (*axes.get_xlim(), *axes.get_ylim())
-            axes.imshow(_veil(one.votes, grid, heads), extent=extent, interpolation="nearest")
+            axes.imshow(_shares(one.votes, grid, heads), extent=extent, interpolation="nearest")
             axes.set_title(one.policy, fontsize=10)
             axes.set_axis_off()
-        text = f"The fewer of the {heads:,} heads keep a token, the paler its part of the image."
+        text = f"The more of the {heads:,} heads keep a token, the bluer its part of the image; no blue: none does."
         yield Picture(f"What is kept of image {number}", text, figure)
 
 
-def _veil(votes: Sequence[int], grid: Grid, heads: int) -> Any:
-    """Return white, ``[rows, columns, 4]``, the less transparent the fewer heads keep a token."""
-    veil = np.ones((grid.rows, grid.columns, 4))
+def _grey(image: Any) -> Any:
+    """Return how light an image is, ``[H, W]`` in [0, 1]."""
+    colours = np.asarray(image)
+    whitest = 255 if np.issubdtype(colours.dtype, np.integer) else 1
+    return colours.mean(-1) / whitest
+
+
+def _shares(votes: Sequence[int], grid: Grid, heads: int) -> Any:
+    """Return the blue of kept tokens, ``[rows, columns, 4]``, the less transparent the more heads keep one."""
+    blue = np.full((grid.rows, grid.columns, 4), to_rgba(COLOURS[0]))
     share = np.array([votes[slot] for slot in grid.slots]).reshape(grid.rows, grid.columns) / heads
-    veil[..., 3] = 0.9 * (1 - share)
-    return veil
+    blue[..., 3] = 0.8 * share
+    return blue

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import chain
 
 from kvpolicy.analysis.plots import Picture, pictures
 from kvpolicy.analysis.result import Analysis, Kept
+from kvpolicy.webpage import document, picture
 
 STEPS = 10
 """Shades of a token, besides none."""
+PLACEHOLDER = "▪"
+"""What stands in the text for a token of an image."""
 
 
 def page(analysis: Analysis, images: Iterable[Picture] = ()) -> str:
@@ -24,27 +27,25 @@ def page(analysis: Analysis, images: Iterable[Picture] = ()) -> str:
     """
     shown = map(_picture, chain(images, pictures(analysis)))
     body = "\n".join([*_head(analysis), *_texts(analysis), *shown])
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>kvpolicy: {escape(analysis.model)}</title>\n<style>\n{_STYLE}{_shades()}</style>\n</head>\n"
-        f"<body>\n{body}\n</body>\n</html>\n"
-    )
+    return document(f"kvpolicy: {analysis.model}", body, _STYLE + _shades())
 
 
 def _head(analysis: Analysis) -> Iterator[str]:
     heads = sum(map(len, analysis.kept[0].lengths))
     yield f"<h1>What policies keep: {escape(analysis.model)}</h1>"
+    kinds = Counter(analysis.modality or ())
+    of_each = f" ({', '.join(f'{count:,} {kind}' for kind, count in kinds.items())})" if kinds else ""
     yield (
-        f"<p>A prompt of {len(analysis.tokens):,} tokens; {len(analysis.layers):,} layers to evict from, with "
-        f"{heads:,} KV heads in all. The numbers behind this page are in analysis.json beside it.</p>"
+        f"<p>A prompt of {len(analysis.tokens):,} tokens{of_each}; {len(analysis.layers):,} layers to evict from, with "
+        f"{heads:,} KV heads in all. The command <code>kvpolicy analyze</code> writes the numbers behind this page "
+        "beside it.</p>"
     )
     for note in analysis.notes:
         yield f'<p class="note">{escape(note)}</p>'
     yield '<div class="scroll"><table>'
     names = [one.policy for one in analysis.kept]
     against = "".join(f"<th>overlap with {escape(name)}</th>" for name in names)
-    yield f"<tr><th>policy</th><th>kept a head (least, mean, most)</th><th>of all</th>{against}</tr>"
+    yield f"<tr><th>policy</th><th>kept a head: mean (least to most)</th><th>of all</th>{against}</tr>"
     shared = {pair.policies: pair.mean for pair in analysis.overlap}
     for one in analysis.kept:
         cells = []
@@ -60,7 +61,7 @@ def _head(analysis: Analysis) -> Iterator[str]:
 def _counts(one: Kept, tokens: int) -> str:
     lengths = [length for layer in one.lengths for length in layer]
     mean = sum(lengths) / len(lengths)
-    return f"<td>{min(lengths):,} &nbsp; {mean:,.1f} &nbsp; {max(lengths):,}</td><td>{mean / tokens:.1%}</td>"
+    return f"<td>{mean:,.1f} ({min(lengths):,} to {max(lengths):,})</td><td>{mean / tokens:.1%}</td>"
 
 
 def _texts(analysis: Analysis) -> Iterator[str]:
@@ -72,14 +73,21 @@ def _texts(analysis: Analysis) -> Iterator[str]:
     )
     legend = "".join(f'<span class="k{step}"> {step / STEPS:.0%} </span>' for step in range(STEPS + 1))
     yield f'<p class="legend">{legend}</p>'
+    shown = _letters(analysis)
     for number, one in enumerate(analysis.kept):
         yield f"<details{'' if number else ' open'}><summary>{escape(one.policy)}</summary>"
-        counted = enumerate(zip(analysis.tokens, one.votes, strict=True))
+        counted = enumerate(zip(shown, one.votes, strict=True))
         spans = (
             f'<span class="k{shade(count, heads)}" title="token {place}: {count} heads">{escape(text)}</span>'
             for place, (text, count) in counted
         )
         yield f'<div class="text">{"".join(spans)}</div></details>'
+
+
+def _letters(analysis: Analysis) -> list[str]:
+    """Return what stands for each token in the text: of an image, a dot instead of the same word hundreds of times."""
+    kinds = analysis.modality or ["text"] * len(analysis.tokens)
+    return [text if kind == "text" else PLACEHOLDER for text, kind in zip(analysis.tokens, kinds, strict=True)]
 
 
 def shade(count: int, heads: int) -> int:
@@ -91,31 +99,21 @@ def shade(count: int, heads: int) -> int:
     return math.ceil(STEPS * count / heads)
 
 
-def _picture(picture: Picture) -> str:
-    data = base64.b64encode(picture.svg()).decode()
-    title = escape(picture.title)
-    return (
-        f'<h2>{title}</h2>\n<p>{escape(picture.text)}</p>\n<img alt="{title}" src="data:image/svg+xml;base64,{data}">'
-    )
+def _picture(shown: Picture) -> str:
+    return f"<h2>{escape(shown.title)}</h2>\n<p>{escape(shown.text)}</p>\n{picture(shown.svg(), shown.title)}"
 
 
 def _shades() -> str:
     rules = [".k0 { color: #767676; }"]
     for step in range(1, STEPS + 1):
-        letters = " color: #fff;" if step > 0.6 * STEPS else ""
+        # Letters stand out from their ground by 4.5 to 1 at least.
+        letters = " color: #fff;" if step > 0.8 * STEPS else ""
         rules.append(f".k{step} {{ background: rgba(0, 90, 170, {0.9 * step / STEPS:.2f});{letters} }}")
     return "\n".join(rules) + "\n"
 
 
 _STYLE = """\
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 60rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-table { border-collapse: collapse; }
-th, td { padding: 0.3rem 0.8rem; border-bottom: 1px solid #ddd; text-align: right; }
-th:first-child, td:first-child { text-align: left; white-space: nowrap; }
-img { width: 100%; } summary { cursor: pointer; font-weight: 600; padding: 0.3rem 0; }
-.scroll { overflow-x: auto; } .note { background: #fff4d6; padding: 0.5rem 0.8rem; } .legend span { padding: 0.2rem; }
+.note { background: #fff4d6; padding: .5rem .8rem; } .legend span { padding: .2rem; display: inline-block; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; border: 1px solid #ddd;
-  padding: 0.8rem; max-height: 32rem; overflow-y: auto; }
+  padding: .8rem; max-height: 32rem; overflow-y: auto; }
 """

@@ -77,13 +77,13 @@ def _likeness(analysis: Analysis, slots: str) -> Iterator[Picture]:
 
 
 def _by_head(analysis: Analysis, found: Sequence[Likeness]) -> Figure:
-    figure, panels = _panels(len(found), height=min(1.6 + 0.15 * len(found[0].cosine[0]), 6.0))
+    figure, panels = _panels(len(found), height=_height(max(map(len, found[0].cosine))))
     for axes, one in zip(panels, found, strict=True):
         pairs = zip(one.cosine, one.euclidean, strict=True)
         both = [[(a + b) / 2 for a, b in zip(*heads, strict=True)] for heads in pairs]
         image = _heads(axes, both, analysis.layers, high=1)
         _dress(axes, one.of, y="KV head")
-    figure.colorbar(image, ax=panels)
+    figure.colorbar(image, ax=panels, label="redundancy")
     return figure
 
 
@@ -92,9 +92,9 @@ def _balance(analysis: Analysis) -> Picture:
     # Drawn with importance to the right, as charts are.
     grid = np.array(analysis.balance.density).T
     image = density.imshow(grid, origin="lower", extent=(0, 100, 0, 100), cmap="Blues", vmin=0)
-    figure.colorbar(image, ax=density, label="1: as by chance")
+    figure.colorbar(image, ax=density)
     density.set(xlabel="importance, percentile of its head", ylabel="diversity, percentile of its head")
-    density.set_title("joint density", fontsize=10)
+    density.set_title("joint density; 1: as by chance", fontsize=10)
     for layer, heads in zip(analysis.layers, analysis.balance.correlation, strict=True):
         correlation.plot([layer] * len(heads), heads, "o", color=COLOURS[0], alpha=0.6, markersize=4)
     correlation.axhline(0, color="#888888", linewidth=0.8)
@@ -127,12 +127,12 @@ def _overlap(analysis: Analysis) -> Picture:
 
 
 def _positions(analysis: Analysis) -> Picture:
-    figure, panels = by_policy(analysis)
+    figure, panels = tiles(len(analysis.kept))
     edges = (0, len(analysis.tokens), len(analysis.layers) - 0.5, -0.5)
     for axes, one in zip(panels, analysis.kept, strict=True):
         image = _map(axes, np.array(one.positions), low=0, high=1, extent=edges)
         _dress(axes, one.policy, x="token", y="evictable layer")
-    figure.colorbar(image, ax=panels)
+    figure.colorbar(image, ax=panels, label="share kept")
     return Picture(
         "Positions kept by layer",
         "The share kept of each stretch of the prompt, by layer, first layer on top.",
@@ -141,12 +141,13 @@ def _positions(analysis: Analysis) -> Picture:
 
 
 def _budgets(analysis: Analysis) -> Picture:
-    figure, panels = by_policy(analysis)
+    heads = max(map(len, analysis.kept[0].lengths))
+    figure, panels = tiles(len(analysis.kept), _height(heads))
     most = max(length for one in analysis.kept for layer in one.lengths for length in layer)
     for axes, one in zip(panels, analysis.kept, strict=True):
         image = _heads(axes, one.lengths, analysis.layers, high=most)
         _dress(axes, one.policy, y="KV head")
-    figure.colorbar(image, ax=panels)
+    figure.colorbar(image, ax=panels, label="slots kept")
     return Picture(
         "Head budgets",
         "How many slots each KV head keeps. All alike, unless layers or heads share the budget by need.",
@@ -154,18 +155,22 @@ def _budgets(analysis: Analysis) -> Picture:
     )
 
 
-def by_policy(analysis: Analysis) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a panel for each policy."""
-    count = len(analysis.kept)
+def tiles(count: int, height: float = 2.6) -> tuple[Figure, list[Axes]]:
+    """Return a figure with so many panels, each of that height, in rows of at most three."""
     columns = 2 if count == 4 else min(count, 3)
     rows = -(-count // columns)
-    figure = Figure(figsize=(WIDTH, 2.6 * rows), layout="constrained")
+    figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
     return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
 
 
 def _panels(count: int, height: float = 2.8) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def _height(heads: int) -> float:
+    """Return the height of a panel with a row for each head."""
+    return min(1.6 + 0.15 * heads, 6.0)
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

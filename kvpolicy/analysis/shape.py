@@ -9,32 +9,21 @@ from __future__ import annotations
 import kvpolicy.compat  # noqa: F401  (first: it says so where transformers is too old for the rest)
 
 # isort: split
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from transformers.utils import logging as transformers_logging
-from transformers.utils.generic import maybe_autocast
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
 
-from kvpolicy import attend, models
-from kvpolicy.errors import MissingModelError, UnsupportedModelError, UnsupportedVersionError
-from kvpolicy.session.decoder import cache_name, find_decoders
-from kvpolicy.session.layers import KINDS, prepare, take_over
-from kvpolicy.step import Attended, forget
+from kvpolicy import models
+from kvpolicy.analysis.probe import Probe, probe, require_meta, without_weights
+from kvpolicy.errors import MissingModelError, UnsupportedModelError
+from kvpolicy.session.decoder import find_decoders
+from kvpolicy.session.layers import KINDS
 from kvpolicy.store.layer import EvictingLayer
-
-PROBE = 8
-"""Tokens of the prompt that is read."""
 
 _KINDS = KINDS | {"EvictingLayer": "full", "EvictingHybridLayer": "linear and full"}
 
@@ -141,152 +130,33 @@ def model_shape(config: PreTrainedConfig, *, dtype: torch.dtype = torch.bfloat16
     (2, 8)
     """
     require_meta()
-    model = _without_weights(config, dtype)
+    model = without_weights(config, dtype)
     decoder, *others = find_decoders(model)
     if others:
         raise UnsupportedModelError(f"model: expected one decoder, got {1 + len(others)} in {type(model).__name__}")
-    cache, reached, read = _run(model, decoder, batch)
+    probed = probe(model, decoder, batch)
     weights = list(model.parameters())
     return ModelShape(
         name=type(model).__name__,
         dtype=dtype,
         parameters=sum(weight.numel() for weight in weights),
         bytes=sum(weight.nbytes for weight in weights),
-        read=read,
-        layers=tuple(_layer_shape(layer, batch) for layer in _reached(cache, reached)),
+        read=probed.read,
+        layers=tuple(_layer_shape(layer, batch) for layer in _reached(probed)),
         longest=getattr(decoder.config, "max_position_embeddings", None),
     )
 
 
-def require_meta() -> None:
-    """Raise unless models of the installed transformers run on the meta device: rotary embeddings ask for autocast.
-
-    Raises:
-        UnsupportedVersionError: when they do not, as in transformers 5.2.
-    """
-    try:
-        maybe_autocast("meta", enabled=False)
-    except RuntimeError as error:
-        raise UnsupportedVersionError(
-            f"transformers: expected a release whose models run on the meta device, got {transformers.__version__}. "
-            "Run: pip install --upgrade transformers"
-        ) from error
-
-
-def _without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    tasks: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-    kind: Any = next((task[type(config)] for task in tasks if type(config) in task), None)
-    if kind is None:
-        raise UnsupportedModelError(
-            f"model: expected the config of a causal or an image-text-to-text model, got {type(config).__name__}"
-        )
-    with torch.device("meta"):
-        # The implementation of experts that reads those chosen, and no numbers.
-        model: PreTrainedModel = kind._from_config(
-            copy.deepcopy(config), dtype=dtype, experts_implementation="batched_mm"
-        )
-    return model.eval()
-
-
-class _Watcher:
-    """The owner of the layers of a cache that evicts nothing: takes note of those that attend."""
-
-    plain = True
-
-    def __init__(self) -> None:
-        self.attending: set[int] = set()
-
-    def updating(self, layer: EvictingLayer, new: int) -> None:
-        """Evict nothing."""
-
-    def attended(self, layer: EvictingLayer, attended: Attended) -> None:
-        """Take note that attention has run."""
-        self.attending.add(layer.index)
-        layer.shared = attended.derived is not None
-
-    def took_rows(self, layer: EvictingLayer, rows: Tensor) -> None:
-        """Nothing reorders this cache."""
-
-    def cropped(self, layer: EvictingLayer) -> None:
-        """Nothing crops this cache."""
-
-
-class _WeightReads(TorchDispatchMode):
-    """Counts the bytes that operations read of each weight, each once, however many read it."""
-
-    _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes = {_storage(weight): weight.nbytes for weight in model.parameters()}
-        self._read: dict[int, int] = {}
-
-    @property
-    def bytes(self) -> int:
-        return sum(self._read.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for arg in args:
-            if isinstance(arg, Tensor) and (weight := _storage(arg)) in self._sizes:
-                # A view reads nothing; looking up reads what comes out.
-                if isinstance(result, Tensor) and _storage(result) == weight:
-                    continue
-                read = min(arg.nbytes, result.nbytes) if func in self._LOOKUPS else arg.nbytes
-                self._read[weight] = min(max(self._read.get(weight, 0), read), self._sizes[weight])
-        return result
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-@contextmanager
-def _attending(decoder: PreTrainedModel) -> Iterator[None]:
-    attend.switch(decoder.config)
-    # A model may say which fast kernels it lacks: here none would run.
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        forget()
-        attend.restore(decoder.config)
-
-
-def _run(model: PreTrainedModel, decoder: PreTrainedModel, batch: int) -> tuple[DynamicCache, set[int], int]:
-    """Return a cache that has read a prompt and a token, the layers that attended, and bytes of weights read."""
-    watcher = _Watcher()
-    cache = DynamicCache(config=decoder.config)
-    take_over(cache, prepare(cache, decoder.config), watcher)
-    given: dict[str, Any] = {cache_name(model): cache, "use_cache": True}
-    reads = _WeightReads(model)
-    try:
-        with torch.device("meta"), torch.no_grad(), _attending(decoder):
-            model(input_ids=torch.zeros(batch, PROBE, dtype=torch.long), **given)
-            with reads:
-                model(input_ids=torch.zeros(batch, 1, dtype=torch.long), **given)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"model: {type(model).__name__} cannot be planned from its config alone, as it does not run without "
-            f"numbers: {type(error).__name__}: {error}"
-        ) from error
-    return cache, watcher.attending, reads.bytes
-
-
-def _reached(cache: DynamicCache, attending: set[int]) -> list[Any]:
+def _reached(probed: Probe) -> list[Any]:
     """Return the layers of a cache, once it is sure that each layer which should evict attends where it can be seen."""
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(probed.cache.layers):
         if type(layer).__name__ not in _KINDS:
             raise UnsupportedModelError(f"layer {index}: what a {type(layer).__name__} holds of a context is not known")
-        if isinstance(layer, EvictingLayer) and layer.seen and index not in attending:
+        if isinstance(layer, EvictingLayer) and layer.seen and index not in probed.attending:
             raise UnsupportedModelError(
                 f"layer {index} does not attend through transformers' attention interface: no policy can act on it"
             )
-    return cache.layers
+    return probed.cache.layers
 
 
 def _layer_shape(layer: Any, batch: int) -> LayerShape:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,20 +15,35 @@ import typer
 
 from kvpolicy.cli.output import Json, OptionError, print_json, print_rich
 from kvpolicy.cli.run import Dtype, read_budget, read_prompt
+from kvpolicy.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kvpolicy.analysis.plots import Picture
     from kvpolicy.analysis.result import Analysis
     from kvpolicy.policy import Policy
 
 DEFAULT = "SmolLM2-135M-Instruct"
 
 
+class Data(StrEnum):
+    """What the numbers behind a report are written as."""
+
+    JSON = "json"
+    PARQUET = "parquet"
+
+
 def analyze(
     prompt: Annotated[str | None, typer.Option(help="The text.")] = None,
     file: Annotated[str | None, typer.Option(metavar="PATH", help="A file that holds it; - for stdin.")] = None,
     question: Annotated[str | None, typer.Option(help="Text that comes after it.")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A picture, for a vision-language model, before the text or where it has <image>; repeatable."
+        ),
+    ] = None,
     policies: Annotated[
         str, typer.Option(help="Names of policies, or paths of policy files, with commas between them.")
     ] = "snapkv,ecokv-snapkv",
@@ -33,33 +51,47 @@ def analyze(
     model: Annotated[str | None, typer.Option(help=f"A Hugging Face id or a folder; default: {DEFAULT}.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="What the model's numbers are stored in.")] = Dtype.FLOAT32,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write report.html and analysis.json here.")
+        Path | None, typer.Option(metavar="FOLDER", help="Write report.html and the numbers behind it here.")
     ] = None,
+    data: Annotated[
+        Data, typer.Option(help="How --out writes them: analysis.json, or a .parquet a table.")
+    ] = Data.JSON,
     as_json: Json = False,
 ) -> None:
     """Show what a model's keys and values are like on a text, and what policies keep of it.
 
-    The text is read as it is, not as a chat. With --out also: a page to look at, with the text coloured by how many
-    heads keep each token.
+    The text is read as it is, not as a chat, but for a prompt with pictures where the model has a template. With --out
+    also: a page to look at, with text and pictures coloured by how many heads keep each token.
     """
     text = read_prompt(prompt, file, question)
     chosen = _policies(policies, budget)
     if out is not None:
-        _check_out(out)
+        _check_out(out, data)
+    elif data is Data.PARQUET:
+        raise OptionError("--data parquet: expected --out with it, the folder for the files, got none")
+    if image:
+        _require("--image: reading pictures", "Pillow", "PIL", "eval")
 
     import torch
 
     from kvpolicy import models
     from kvpolicy.analysis.analyze import analyze as measure
     from kvpolicy.analysis.pieces import pieces
+    from kvpolicy.analysis.prompts import ask, read_image
 
+    images = [read_image(path) for path in image or ()]
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    # First, as it is quick to say that the model sees nothing.
+    processor: Any = models.load_processor(model) if images else None
     loaded, tokenizer = models.load(model, dtype=getattr(torch, dtype), device=device)
-    inputs: Any = tokenizer(text, return_tensors="pt")
+    inputs: Any = ask(processor, text, images).to(loaded.dtype) if images else tokenizer(text, return_tensors="pt")
     tokens = pieces(tokenizer, inputs["input_ids"][0].tolist())
     found = measure(loaded, inputs, chosen, tokens=tokens, name=model or DEFAULT)
     if out is not None:
-        _write(found, out)
+        drawn: list[Picture] = []
+        if images:
+            found, drawn = _draw(found, loaded.config, processor, inputs, images)
+        _write(found, drawn, out, data)
     if as_json:
         print_json(found.to_dict())
     else:
@@ -75,13 +107,11 @@ def _policies(names: str, budget: str | None) -> list[Policy]:
     return [load(name, budget=read_budget(budget)) for name in wanted]
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, data: Data) -> None:
     """Raise where the report could not be made, before a minute is spent on what would be in it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError(
-            "--out: the report's pictures need matplotlib, which is not installed. Install it:  "
-            "pip install 'kvpolicy[eval]'. Without --out, nothing is drawn"
-        )
+    _require("--out: drawing the report", "matplotlib", "matplotlib", "eval")
+    if data is Data.PARQUET:
+        _require("--data parquet", "pyarrow", "pyarrow", "parquet")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -90,13 +120,39 @@ def _check_out(out: Path) -> None:
         raise _unwritable(out, error) from error
 
 
-def _write(found: Analysis, out: Path) -> None:
+def _require(what: str, package: str, module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise OptionError(
+            f"{what} needs {package}, which is not installed. Install it:  pip install 'kvpolicy[{extra}]'"
+        )
+
+
+def _draw(
+    found: Analysis, config: Any, processor: Any, inputs: Any, images: Sequence[Any]
+) -> tuple[Analysis, list[Picture]]:
+    """Return the images with what is kept of them, or the analysis with a note that says why they cannot be drawn."""
+    from kvpolicy.analysis.analyze import AnalysisError
+    from kvpolicy.analysis.images import as_seen, grids, on_images
+
+    try:
+        where = grids(config, inputs)
+    except (AnalysisError, UnsupportedModelError) as error:
+        return replace(found, notes=[*found.notes, f"what is kept is not drawn on the images: {error}"]), []
+    return found, list(on_images(found, as_seen(processor, inputs, images), where))
+
+
+def _write(found: Analysis, drawn: Sequence[Picture], out: Path, data: Data) -> None:
     from kvpolicy.analysis.page import page
 
-    data = json.dumps(found.to_dict(), ensure_ascii=False, allow_nan=False)
     try:
-        (out / "analysis.json").write_text(f"{data}\n", encoding="utf-8")
-        (out / "report.html").write_text(page(found), encoding="utf-8")
+        if data is Data.PARQUET:
+            from kvpolicy.analysis.tables import write
+
+            write(found, out)
+        else:
+            text = json.dumps(found.to_dict(), ensure_ascii=False, allow_nan=False)
+            (out / "analysis.json").write_text(f"{text}\n", encoding="utf-8")
+        (out / "report.html").write_text(page(found, drawn), encoding="utf-8")
     except OSError as error:
         raise _unwritable(out, error) from error
 

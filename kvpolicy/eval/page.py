@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 
 from kvpolicy.config.source import to_text
 from kvpolicy.eval.plots import pareto
 from kvpolicy.eval.results import Result
 from kvpolicy.eval.show import cells, headings
 from kvpolicy.eval.table import Table
+from kvpolicy.webpage import document, picture
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th { white-space: normal; vertical-align: bottom; } th:first-child, td:first-child { text-align: left; }
-tr.front { background: #eef6ee; }
-img { max-width: 100%; } pre { background: #f6f6f6; padding: .6rem; overflow-x: auto; }
+STYLE = """\
+tbody { border-top: 2px solid #999; } tr.front { background: #eef6ee; }
+pre { background: #f6f6f6; padding: .6rem; overflow-x: auto; }
 """
 NOTE = (
     "Means with 95% bootstrap intervals over the examples; differences are taken example by example. KV MB: keys and "
@@ -38,28 +35,21 @@ def page(tables: Sequence[Table], results: Sequence[Result], baseline: str | Non
     parts = [f"<p>{escape(NOTE)}</p>"]
     for table in tables:
         parts += [f"<h2>{escape(table.title)}</h2>", f"<p>{escape(table.about)}</p>"]
-        parts += [_picture(table), _rows(table, baseline)]
+        parts += [picture(pareto(table), f"{table.title}: score against bytes"), _rows(table, baseline)]
     parts += ["<h2>To repeat it</h2>", *_provenance(results)]
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>kvpolicy results</title>\n'
-        f"<style>{STYLE}</style>\n<h1>kvpolicy results</h1>\n{body}\n</html>\n"
-    )
-
-
-def _picture(table: Table) -> str:
-    # As an image of its own, so that the names inside one picture do not meet those of another.
-    data = base64.b64encode(pareto(table)).decode()
-    return f'<img alt="score against bytes" src="data:image/svg+xml;base64,{data}">'
+    return document("kvpolicy results", "\n".join(["<h1>kvpolicy results</h1>", *parts]), STYLE)
 
 
 def _rows(table: Table, baseline: str | None) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in headings(table, baseline))
-    lines = []
-    for row in table.rows:
-        columns = "".join(f"<td>{escape(text)}</td>" for text in cells(row, list(table.scores), baseline))
-        lines.append(f"<tr{' class=front' if row.front else ''}>{columns}</tr>")
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    bodies = []
+    for _, same in groupby(table.rows, key=lambda row: row.budget):
+        lines = []
+        for row in same:
+            columns = "".join(f"<td>{escape(text)}</td>" for text in cells(row, list(table.scores), baseline))
+            lines.append(f"<tr{' class=front' if row.front else ''}>{columns}</tr>")
+        bodies.append(f"<tbody>{''.join(lines)}</tbody>")
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>{"".join(bodies)}</table></div>'
 
 
 def _provenance(results: Sequence[Result]) -> list[str]:
