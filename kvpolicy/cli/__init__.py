@@ -17,6 +17,7 @@ from kvpolicy.cli.report import report
 from kvpolicy.cli.run import run
 from kvpolicy.cli.schema import schema
 from kvpolicy.cli.show import show
+from kvpolicy.cli.tune import tune
 from kvpolicy.cli.validate import validate
 from kvpolicy.errors import KVPolicyError
 
@@ -67,4 +68,5 @@ app.command("plan")(plan)
 app.command("analyze")(analyze)
 app.command("eval")(evaluate)
 app.command("report")(report)
+app.command("tune")(tune)
 app.add_typer(plugin.app, name="plugin")

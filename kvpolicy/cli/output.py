@@ -11,6 +11,7 @@ from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.progress import Progress
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
@@ -33,3 +34,13 @@ def print_rich(value: RenderableType) -> None:
     # Into a pipe or a file a row stays on one line, so that a search finds it whole.
     console.width = console.width if console.is_terminal else 250
     console.print(value)
+
+
+def progress_bar() -> Progress:
+    """Return a bar on stderr with the time left, gone when it ends; nothing where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -96,7 +96,7 @@ def read_prompt(prompt: str | None, file: str | None, question: str | None) -> s
     """
     if (prompt is None) == (file is None):
         raise OptionError(f"expected exactly one of --prompt and --file, got {'none' if file is None else 'both'}")
-    text = prompt if file is None else _read(file)
+    text = prompt if file is None else read_file(file)
     if not text or not text.strip():
         raise OptionError(
             "expected text in --prompt, got none" if file is None else f"expected text in {file!r}, got none"
@@ -104,7 +104,8 @@ def read_prompt(prompt: str | None, file: str | None, question: str | None) -> s
     return text if question is None else f"{text.rstrip()}\n\n{question}"
 
 
-def _read(file: str) -> str:
+def read_file(file: str) -> str:
+    """Return the text of a file, or of stdin for ``-``."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return data.decode("utf-8-sig")

@@ -55,17 +55,17 @@ def find(source: object) -> Document:
         PolicyFileError: when there is none, or it is no policy.
     """
     if isinstance(source, Mapping):
-        return _document(from_python(source, Place("policy mapping")), "this mapping")
+        return to_document(from_python(source, Place("policy mapping")), "this mapping")
     if isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source)):
         path = Path(source)
-        return _document(read(path), str(path), path)
+        return to_document(read(path), str(path), path)
     if not isinstance(source, str):
         raise fault((Place("policy"), f"expected a name, a path or a mapping, got {show(source)}"))
     try:
         path = registry().get("policy", source).value
     except PolicyError as error:
         raise PolicyFileError(f"{error} {A_PATH}") from None
-    return _document(read(path), source, path)
+    return to_document(read(path), source, path)
 
 
 def resolve(document: Document, above: tuple[Document, ...] = ()) -> Item:
@@ -134,7 +134,7 @@ def merge(base: Item, over: Item) -> Item:
     """
     if not (isinstance(base.value, dict) or isinstance(over.value, dict)):
         return over
-    low, high = _mapping(base), _mapping(over)
+    low, high = mapping(base), mapping(over)
     if low is None or high is None:
         return over
     if "type" in low and "type" in high and low["type"].value != high["type"].value:
@@ -143,7 +143,7 @@ def merge(base: Item, over: Item) -> Item:
     return replace(over, value={**low, **merged})
 
 
-def _mapping(item: Item) -> dict[str, Item] | None:
+def mapping(item: Item) -> dict[str, Item] | None:
     """Return the mapping that `item` holds; a bare name counts as ``{type: name}``."""
     if isinstance(item.value, str):
         return {"type": replace(item, key=None)}
@@ -181,7 +181,7 @@ def _inherit(item: Item, score: Item | None) -> Item:
     """Return a part of a score in which the importance of the base's `score` stands for ``inherited``."""
     if isinstance(item.value, list):
         return replace(item, value=[_inherit(below, score) for below in item.value])
-    below = _mapping(item)
+    below = mapping(item)
     if below is None or "type" not in below or below["type"].value != INHERITED:
         if not isinstance(item.value, dict):
             return item
@@ -201,7 +201,7 @@ def _inherit(item: Item, score: Item | None) -> Item:
 
 def _scorers(item: Item) -> Iterator[type]:
     """Yield the scorer classes of a score; an unknown name is left to `build`, which says where it is."""
-    named = _mapping(item)
+    named = mapping(item)
     if named is None or "type" not in named or named["type"].value not in registry().names("score"):
         return
     cls = registry().get("score", named["type"].value).value
@@ -213,7 +213,7 @@ def _scorers(item: Item) -> Iterator[type]:
             yield from _scorers(part)
 
 
-def _document(item: Item, title: str, file: Path | None = None) -> Document:
+def to_document(item: Item, title: str, file: Path | None = None) -> Document:
     """Return a mapping as a policy, its top-level keys checked."""
     for name, below in item.value.items():
         if name not in KEYS:
@@ -244,9 +244,9 @@ def base_of(document: Document, named: Item) -> Document:
             path = registry().get("policy", named.value).value
         except PolicyError as error:
             raise fault((named.place, f"extends: {error}")) from None
-        return _document(read(path), named.value, path)
+        return to_document(read(path), named.value, path)
     path = Path(named.value) if document.file is None else document.file.parent / named.value
-    return _document(read(path, named.place), str(path), path)
+    return to_document(read(path, named.place), str(path), path)
 
 
 def is_path(text: str) -> bool:
