@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpolicy import load, models
-from kvpolicy.errors import KVPolicyError, UnsupportedVersionError
-from kvpolicy.integrations.lm_eval.kept import Kept
+from kvpolicy import models
+from kvpolicy.errors import UnsupportedVersionError
+from kvpolicy.integrations.harness import HarnessError, policy_of
+from kvpolicy.integrations.kept import Kept
 from kvpolicy.integrations.lm_eval.scoring import Request, padded_left, score
-from kvpolicy.policy import Policy
 
 try:
     from lm_eval.api.registry import register_model  # type: ignore[import-not-found]
@@ -30,10 +30,6 @@ except ModuleNotFoundError as error:
 
 # Below the harness's own logger, whose level and form it sets.
 logger = logging.getLogger("lm_eval.models.kvpolicy")
-
-
-class HarnessError(KVPolicyError, ValueError):
-    """A setting of the harness's model ``kvpolicy``, or what a task asks of it, does not go with eviction."""
 
 
 @register_model("kvpolicy")
@@ -66,7 +62,7 @@ class KVPolicyLM(HFLM):  # type: ignore[misc]
         batch_size: int | str = 1,
         **settings: Any,
     ) -> None:
-        self.policy = _policy(policy, budget)
+        self.policy = policy_of(policy, budget)
         self.held_back = _checked_held_back(held_back)
         self.kept = Kept()
         _refuse(settings, batch_size)
@@ -216,14 +212,6 @@ class KVPolicyLM(HFLM):  # type: ignore[misc]
             "kept": vars(self.kept),
         }
         return info | {"kvpolicy": own}
-
-
-def _policy(source: Any, budget: int | float | None) -> Policy:
-    if not isinstance(source, Policy):
-        return load(source, budget=budget)
-    if budget is not None:
-        raise HarnessError(f"budget: expected none beside a policy made in Python, got {budget!r}")
-    return source
 
 
 def _checked_held_back(given: Any) -> int | str:

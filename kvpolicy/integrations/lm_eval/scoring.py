@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kvpolicy.integrations.lm_eval.kept import Kept
+from kvpolicy.integrations.kept import Kept
 from kvpolicy.policy import Policy
 from kvpolicy.session.context import Context
 from kvpolicy.session.decoder import cache_name, forward_names

@@ -17,12 +17,16 @@ class Kept:
         whole: of how many of them nothing was evicted.
         tokens: their tokens, summed.
         slots: slots kept of them a KV head, mean over heads and layers, summed.
+        bytes: of the keys and values kept, padding included, summed.
+        bytes_full: of the keys and values that full caches would hold in the same layers, padding included, summed.
     """
 
     contexts: int = 0
     whole: int = 0
     tokens: int = 0
     slots: float = 0.0
+    bytes: int = 0
+    bytes_full: int = 0
 
     def add(self, report: Report, lengths: Sequence[int]) -> None:
         """Count a batch of contexts.
@@ -39,6 +43,8 @@ class Kept:
             self.tokens += length
             self.whole += min(counts) == length
             self.slots += sum(counts) / len(counts)
+        self.bytes += report.bytes
+        self.bytes_full += report.bytes_full
 
     def __str__(self) -> str:
         """Return the counts as a sentence.
