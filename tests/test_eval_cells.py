@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import resource
@@ -22,6 +23,7 @@ from kvpolicy.eval.bench import Bench
 from kvpolicy.eval.cells import Cell, ResultError, result_path, run_cell, write_whole
 from kvpolicy.eval.drift import drift, evicted_logits, full_logits, perplexity
 from kvpolicy.eval.grid import Grid, policies, shard, without_weight
+from kvpolicy.eval.readings import Readings
 from kvpolicy.eval.results import read_result, read_results
 from kvpolicy.eval.tasks.example import Question
 from kvpolicy.eval.tasks.files import load_tasks
@@ -44,13 +46,22 @@ def cell(policy: str, task: str = "odd-one-out", **settings: Any) -> Cell:
 # What a cell measures
 
 
+def test_models_that_differ_in_their_head_alone_have_cells_of_their_own() -> None:
+    asked, here = grid("snapkv", tasks="odd-one-out"), bench()
+    tuned = copy.deepcopy(here.model)
+    with torch.no_grad():
+        tuned.lm_head.weight.mul_(2)
+    other = Bench(here.name, tuned, here.tokenizer, unrepeated())
+    assert asked.cells(other)[0].name != asked.cells(here)[0].name
+
+
 def test_the_full_cache_answers_as_the_model_does_alone() -> None:
     context, question = prompt(letters(), ASKED)
     whole = torch.cat([context, question], dim=1)
     expected = bench().model.generate(whole, max_new_tokens=9, do_sample=False, attention_mask=torch.ones_like(whole))
     text = letters().decode(expected[0, whole.shape[1] :], skip_special_tokens=True)
     for aware in (False, True):
-        found = answer(bench().model, letters(), load("full"), ASKED, query_aware=aware, new_tokens=9)
+        found = answer(Readings(bench().model), letters(), load("full"), ASKED, query_aware=aware, new_tokens=9)
         assert found.text == text
         assert found.bytes == found.bytes_full
 
@@ -63,7 +74,7 @@ def test_an_evicted_answer_is_that_of_the_compressed_context() -> None:
         held = policy.compress(bench().model, context, question if aware else None)
         with held.fork() as fork:
             ids = fork.generate(None if aware else question, max_new_tokens=9, do_sample=False)
-        found = answer(bench().model, letters(), policy, ASKED, query_aware=aware, new_tokens=9)
+        found = answer(Readings(bench().model), letters(), policy, ASKED, query_aware=aware, new_tokens=9)
         assert found.text == letters().decode(ids[0], skip_special_tokens=True)
         assert (found.bytes, found.bytes_full) == (held.report.bytes, held.report.bytes_full)
         assert found.bytes < found.bytes_full / 2

@@ -19,7 +19,7 @@ from kvpolicy.eval.tasks.files import KINDS, dump_task, from_plain, load_tasks
 from kvpolicy.eval.tasks.haystack import Haystack, TaskError
 
 Write = Callable[..., Path]
-ASKING = sorted(set(KINDS) - {"drift", "examples"})
+ASKING = sorted(set(KINDS) - {"drift", "examples", "pictures"})
 
 
 def make(name: str, seed: int = 0, **settings: Any) -> list[Question]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvpolicy.cli.output import Json, OptionError, print_json
 from kvpolicy.cli.run import Attention, Dtype, read_budget
 from kvpolicy.errors import nearest
+from kvpolicy.eval.executors import Engine
 
 if TYPE_CHECKING:
-    from kvpolicy.eval.bench import Bench
     from kvpolicy.eval.cells import Cell, Mode
 
 MODES: tuple[Mode, ...] = ("query-agnostic", "query-aware")
+WORKERS = 2
 
 
 def evaluate(
-    policies: Annotated[str, typer.Option(help="Names or files of policies, with commas between.")],
+    policies: Annotated[
+        str, typer.Option(help="Names or files of policies, with commas between; shipped: all of kvpolicy itself.")
+    ],
     out: Annotated[Path, typer.Option(help="The folder for results; what is there already is not measured again.")],
     budgets: Annotated[str, typer.Option(help="Slots a KV head (512) or shares (0.25), with commas between.")] = "0.25",
     tasks: Annotated[
@@ -42,84 +46,78 @@ def evaluate(
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="What the model's numbers are stored in.")] = Dtype.FLOAT32,
     attention: Annotated[Attention, typer.Option(help="The model's own attention.")] = Attention.SDPA,
+    executor: Annotated[Engine | None, typer.Option(help="Measure cells on workers of this engine.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help=f"How many cells the executor measures at a time; default: {WORKERS}.")
+    ] = None,
+    executor_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of the engine, like address=tcp://head:8786; repeatable."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure policies at budgets on tasks, into a folder of results; run again, it goes on where it stopped."""
     modes = [_mode(word) for word in _words(mode, "--mode")]
     index, count = _shard(shard)
+    options = dict(_option(each) for each in executor_option or ())
+    if executor is None and (workers or options):
+        raise OptionError("--workers, --executor-option: expected --executor with them, got none")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"--out: expected a folder, cannot make {str(out)!r}: {error.strerror}") from error
 
-    import torch
-
     from kvpolicy import models
-    from kvpolicy.eval import cells as of_cells
+    from kvpolicy.cli import measuring
     from kvpolicy.eval import grid
-    from kvpolicy.eval.bench import Bench
+    from kvpolicy.eval.cells import result_path
     from kvpolicy.eval.tasks.files import load_tasks
+    from kvpolicy.eval.worker import BenchSpec, launched
 
+    process, processes = launched()
+    if executor is not None and processes > 1:
+        raise OptionError(f"--executor: expected one process to start it, got {processes} of a launcher")
     sizes = [size for size in map(read_budget, _words(budgets, "--budgets")) if size is not None]
     settings = {name: value for name, value in (("samples", samples), ("length", length)) if value is not None}
+    named = _words(policies, "--policies")
+    for name, size in grid.left_out(named, sizes):
+        typer.echo(f"{name} is left out at {size}: it protects more slots", err=True)
     asked = grid.Grid(
-        policies=grid.policies(_words(policies, "--policies"), sizes),
+        policies=grid.policies(named, sizes),
         tasks=[task for word in _words(tasks, "--tasks") for task in load_tasks(word, settings)],
         modes=modes,
         seed=seed,
     )
-    texts = _texts(text)
-    loaded, tokenizer = models.load(
-        model,
-        dtype=getattr(torch, dtype),
-        attn_implementation=attention.value,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-    )
-    bench = Bench(model or models.DEFAULT, loaded, tokenizer, texts)
-    cells = grid.shard(asked.cells(bench), index, count)
+    spec = BenchSpec(model or models.DEFAULT, tuple(read_texts(text)), dtype.value, attention.value)
+
+    def pick(cells: Sequence[Cell]) -> Sequence[Cell]:
+        return grid.shard(grid.shard(cells, index, count), process, processes)
+
     try:
-        measured = _run(cells, out, bench)
+        if executor is None:
+            cells, measured = measuring.measure_here(asked, spec, pick, out)
+        else:
+            cells, measured = measuring.measure_elsewhere(
+                asked, spec, pick, out, engine=executor, workers=workers or WORKERS, options=options
+            )
     except KeyboardInterrupt:
         typer.echo(f"Interrupted. What was finished is in {out}; the same command goes on from there.", err=True)
         raise typer.Exit(130) from None
     if as_json:
         rows = [{"policy": cell.policy["name"], "task": cell.task["task"], "mode": cell.mode} for cell in cells]
-        files = [str(of_cells.result_path(cell, out)) for cell in cells]
+        files = [str(result_path(cell, out)) for cell in cells]
         print_json(
             {
                 "folder": str(out),
-                "measured": sum(measured),
-                "there_before": len(cells) - sum(measured),
+                "measured": measured,
+                "there_before": len(cells) - measured,
                 "cells": [{**row, "file": file} for row, file in zip(rows, files, strict=True)],
             }
         )
         return
-    typer.echo(f"{sum(measured)} cells measured, {len(cells) - sum(measured)} there before, in {out}")
+    of_many = f"process {process} of {processes}: " if processes > 1 else ""
+    typer.echo(f"{of_many}{measured} cells measured, {len(cells) - measured} there before, in {out}")
     typer.echo(f"Next: kvpolicy report {out}")
-
-
-def _run(cells: Sequence[Cell], out: Path, bench: Bench) -> list[bool]:
-    """Run the cells, with a progress bar; return which of them were not there before."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from kvpolicy.eval.cells import result_path, run_cell
-    from kvpolicy.eval.tasks.files import from_plain
-
-    missing = [cell for cell in cells if not result_path(cell, out).exists()]
-    total = sum(len(bench.examples(from_plain(cell.task), cell.seed)) for cell in missing)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    done, task = [], None
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=total)
-        for cell in cells:
-            if cell.task != task:
-                bench.forget()
-                task = cell.task
-            progress.update(bar, description=f"{cell.task['task']}: {cell.policy['name']}")
-            done.append(run_cell(cell, out, bench, advance=lambda: progress.advance(bar)))
-    return done
 
 
 def _words(text: str, option: str) -> list[str]:
@@ -149,8 +147,24 @@ def _shard(text: str) -> tuple[int, int]:
     return index, count
 
 
-def _texts(path: Path | None) -> list[str]:
-    from kvpolicy.cli.run import _read
+def _option(text: str) -> tuple[str, Any]:
+    """Return the name and value of an option; what is JSON is read as such.
+
+    >>> _option("gpus_per_node=1"), _option("slurm_partition=long")
+    (('gpus_per_node', 1), ('slurm_partition', 'long'))
+    """
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise OptionError(f"--executor-option: expected KEY=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def read_texts(path: Path | None) -> list[str]:
+    """Return the text of a file, or the default ones, Python's topics."""
+    from kvpolicy.cli.run import read_file
     from kvpolicy.texts import unrepeated
 
-    return unrepeated() if path is None else [_read(str(path))]
+    return unrepeated() if path is None else [read_file(str(path))]

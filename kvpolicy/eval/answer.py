@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.eval.tasks.example import Question
+from kvpolicy.eval.pictures import prompt as of_pictures
+from kvpolicy.eval.readings import Readings
+from kvpolicy.eval.tasks.example import Pictured, Question
 from kvpolicy.eval.tasks.haystack import TaskError
 from kvpolicy.policy import Policy
 
@@ -29,25 +31,29 @@ class Answer:
 
 
 def answer(
-    model: Any, tokenizer: Any, policy: Policy, asked: Question, *, query_aware: bool, new_tokens: int
+    readings: Readings, reader: Any, policy: Policy, asked: Question | Pictured, *, query_aware: bool, new_tokens: int
 ) -> Answer:
     """Return the model's greedy answer to a question about what `policy` kept of the context.
 
     Args:
-        model: a causal language model.
-        tokenizer: its tokenizer; with a chat template, the question is put as a chat.
+        readings: of a causal language model, or one of images and text.
+        reader: its tokenizer; with a chat template, the question is put as a chat. For pictures, its processor.
         policy: what to keep.
         asked: the example.
         query_aware: whether the question is in view when the policy decides.
         new_tokens: that the answer may have.
     """
-    context, question = (ids.to(model.device) for ids in prompt(tokenizer, asked))
-    held = policy.compress(model, context, question if query_aware else None)
+    context, question = _prompt(reader, asked)
+    held = readings.compress(policy, (asked, query_aware), context, question if query_aware else None)
     with held.fork() as fork:
         # Its last token is with the fork already where it was in view.
         ids = fork.generate(None if query_aware else question, max_new_tokens=new_tokens, do_sample=False)
-    text = tokenizer.decode(ids[0], skip_special_tokens=True)
+    text = reader.decode(ids[0], skip_special_tokens=True)
     return Answer(text, held.report.bytes, held.report.bytes_full)
+
+
+def _prompt(reader: Any, asked: Question | Pictured) -> tuple[Any, Tensor]:
+    return of_pictures.prompt(reader, asked) if isinstance(asked, Pictured) else prompt(reader, asked)
 
 
 def prompt(tokenizer: Any, asked: Question) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,6 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.eval.bench import Bench
 from kvpolicy.eval.tasks.example import Example
 from kvpolicy.eval.tasks.files import from_plain
-from kvpolicy.session.decoder import find_decoders
 from kvpolicy.session.fingerprint import fingerprint
 from kvpolicy.session.saved import versions
 
@@ -96,22 +95,35 @@ def run_cell(cell: Cell, folder: Path, bench: Bench, *, advance: Callable[[], No
     path = result_path(cell, folder)
     if path.exists():
         return False
+    write_whole(path, measure(cell, bench, advance=advance))
+    return True
+
+
+def measure(cell: Cell, bench: Bench, *, advance: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    """Return the lines of a cell's result file: its header, then what came of each example.
+
+    Args:
+        cell: what to measure.
+        bench: the cell's model.
+        advance: called after each example.
+
+    Raises:
+        ResultError: when the examples are not those the cell was made with, or a score is not finite.
+    """
     examples = bench.examples(from_plain(cell.task), cell.seed)
     if digest(list(examples)) != cell.examples:
         raise ResultError(f"cell {cell.name}: expected the examples it was made with, got others: the text has changed")
-    write_whole(path, [header(cell, bench), *_lines(cell, bench, examples, advance)])
-    return True
+    return [header(cell, bench), *_lines(cell, bench, examples, advance)]
 
 
 def header(cell: Cell, bench: Bench) -> dict[str, Any]:
     """Return what a result says of itself before its examples: all that it takes to repeat it."""
     model, tokenizer = bench.model, bench.tokenizer
-    decoder = find_decoders(model)[0]
     return {
         "kvpolicy-eval": FORMAT,
         "cell": dataclasses.asdict(cell),
         "scores": from_plain(cell.task).scores,
-        "fingerprint": dataclasses.asdict(fingerprint(decoder)),
+        "fingerprint": dataclasses.asdict(fingerprint(model)),
         "attention": model.config._attn_implementation,
         "chat_template": tokenizer.chat_template,
         "stop_tokens": model.generation_config.eos_token_id,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvpolicy.policy import Policy
-from kvpolicy.session.decoder import cache_name, forward_names
+from kvpolicy.session.inputs import Tokens, forward_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from kvpolicy.session.context import Context
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,15 @@ def drift(
 
 def full_logits(model: PreTrainedModel, ids: Tensor, continuation: Tensor) -> Tensor:
     """Return what the model predicts after each token of the continuation with the full cache, ``[B, n, V]``."""
-    logits, _ = _forward(model, torch.cat([ids, continuation], dim=1), last=continuation.shape[1])
-    return logits
+    count, ids = continuation.shape[1], torch.cat([ids, continuation], dim=1)
+    given = forward_arguments(model, Tokens(ids, torch.ones_like(ids)), {}, last=count)
+    with torch.no_grad():
+        return model(**given).logits[:, -count:]
 
 
 def evicted_logits(model: PreTrainedModel, policy: Policy, ids: Tensor, continuation: Tensor) -> Tensor:
     """Return the same with what `policy` keeps of the prompt, ``[B, n, V]``: see `evicted`."""
-    return evicted(model, policy, ids, continuation).logits
+    return evicted(policy.compress(model, ids), continuation).logits
 
 
 @dataclass(frozen=True)
@@ -84,18 +88,19 @@ class Evicted:
     bytes_full: int
 
 
-def evicted(model: PreTrainedModel, policy: Policy, ids: Tensor, continuation: Tensor) -> Evicted:
-    """Return what the model predicts after each token of the continuation with what `policy` keeps of the prompt.
+def evicted(context: Context, continuation: Tensor) -> Evicted:
+    """Return what a model predicts after each token of the continuation with what a policy keeps of the prompt.
 
     The token after the prompt is predicted before anything is evicted, so the first prediction here is that of the
     continuation's second token. The continuation is one forward pass: the policy acts again only once all of it has
     attended, so its every token sees the slots kept of the prompt and the tokens before it, as it would one by one.
+
+    Args:
+        context: of the prompt.
+        continuation: the tokens after it, int64 ``[B, n]``.
     """
-    with policy.on(model) as run:
-        _, cache = _forward(model, ids, last=1)
-        kept, full = run.report.bytes, run.report.bytes_full
-        logits, _ = _forward(model, continuation, last=continuation.shape[1], cache=cache)
-    return Evicted(logits, kept, full)
+    with context.fork() as fork:
+        return Evicted(fork.logits(continuation), context.report.bytes, context.report.bytes_full)
 
 
 def perplexity(logits: Tensor, continuation: Tensor) -> float:
@@ -117,16 +122,3 @@ def compare(full: Tensor, evicted: Tensor) -> Drift:
     # In float64: where the two are alike, the divergence is the difference of nearly equal numbers.
     expected, found = (logits.double().log_softmax(-1) for logits in (full, evicted))
     return Drift(kl=(expected.exp() * (expected - found)).sum(-1), agrees=full.argmax(-1) == evicted.argmax(-1))
-
-
-def _forward(model: PreTrainedModel, ids: Tensor, *, last: int, cache: Any = None) -> tuple[Tensor, Any]:
-    """Return the logits of the last `last` tokens, ``[B, last, V]``, and the cache, a new one where none is given."""
-    names = forward_names(model)
-    name = cache_name(model)
-    kwargs: dict[str, Any] = {name: cache, "use_cache": True}
-    if "logits_to_keep" in names:
-        # All logits of a prompt of 4,096 tokens are most of a gigabyte, and a fifth of the work.
-        kwargs["logits_to_keep"] = last
-    with torch.no_grad():
-        output = model(ids, **kwargs)
-    return output.logits[:, -last:], output[name]

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpolicy.config import dump, load
+from kvpolicy.errors import PolicyError
 from kvpolicy.eval.bench import Bench
 from kvpolicy.eval.cells import Cell, Mode, digest
 from kvpolicy.eval.tasks.example import Task
 from kvpolicy.eval.tasks.files import dump_task
+from kvpolicy.eval.tasks.pictures import Pictures
+from kvpolicy.policies import kvpolicy_policies
 from kvpolicy.policy import Policy
-from kvpolicy.session.decoder import find_decoders
 from kvpolicy.session.fingerprint import fingerprint
 
 ALWAYS = ("full", "random")
@@ -20,12 +22,17 @@ ALWAYS = ("full", "random")
 WEIGHED = "ecokv-snapkv"
 """The policy whose redundancy weight is taken away where none of those asked for has one."""
 ADAPTIVE = "redundancy-adaptive"
+OF_PICTURES = {"name": "euclid-alone", "score": "euclidean-diversity", "select": {"sinks": 4, "recent": 8}}
+"""What every table of pictures has besides: diversity without importance, which is hard to beat there."""
+SHIPPED = "shipped"
+"""Stands for every policy that is part of kvpolicy."""
 
 
 def policies(asked: Sequence[str], budgets: Sequence[int | float]) -> list[Policy]:
     """Return the policies of a table, at each budget; those that keep everything once.
 
-    To those asked for come `ALWAYS`, and for each that weighs by redundancy the same without that weight.
+    To those asked for, of which `SHIPPED` stands for all that a budget holds, come `ALWAYS`, and for each that weighs
+    by redundancy the same without that weight.
 
     Raises:
         PolicyFileError: when one is wrong, or a budget does not hold what it protects.
@@ -34,8 +41,9 @@ def policies(asked: Sequence[str], budgets: Sequence[int | float]) -> list[Polic
     ['full', 'random', 'snapkv', 'ecokv', 'ecokv, no redundancy weight']
     """
     found = {}
-    for name in dict.fromkeys([*ALWAYS, *asked]):
-        for budget in budgets:
+    out = left_out(asked, budgets)
+    for name in _names(asked):
+        for budget in [budget for budget in budgets if (name, budget) not in out]:
             policy = load(name) if load(name).trivial else load(name, budget=budget)
             found[digest(dump(policy))] = policy
     weighed = list(found.values())
@@ -43,6 +51,40 @@ def policies(asked: Sequence[str], budgets: Sequence[int | float]) -> list[Polic
     if not ablated:
         ablated = [one for one in (without_weight(load(WEIGHED, budget=budget)) for budget in budgets) if one]
     return [*weighed, *ablated]
+
+
+def shipped() -> list[str]:
+    """Return the names of the policies that are part of kvpolicy.
+
+    >>> {"snapkv", "ecokv"} <= set(shipped())
+    True
+    """
+    return sorted(path.stem for path in kvpolicy_policies().glob("*.yaml"))
+
+
+def left_out(asked: Sequence[str], budgets: Sequence[int | float]) -> list[tuple[str, int | float]]:
+    """Return which of the policies that `SHIPPED` stands for protect more slots than a budget has, with that budget.
+
+    >>> left_out(["snapkv"], [4])
+    []
+    """
+    named = {*ALWAYS, *asked}
+    implied = [name for name in _names(asked) if name not in named]
+    return [(name, budget) for name in implied for budget in budgets if not _holds(budget, name)]
+
+
+def _names(asked: Sequence[str]) -> list[str]:
+    named = [name for word in asked for name in (shipped() if word == SHIPPED else [word])]
+    return list(dict.fromkeys([*ALWAYS, *named]))
+
+
+def _holds(budget: int | float, name: str) -> bool:
+    load(name)  # what is wrong with the policy itself is no matter of budgets
+    try:
+        load(name, budget=budget)
+    except PolicyError:
+        return False
+    return True
 
 
 def without_weight(policy: Policy) -> Policy | None:
@@ -94,13 +136,20 @@ class Grid:
         return list(self._cells(bench))
 
     def _cells(self, bench: Bench) -> Iterator[Cell]:
-        weights = fingerprint(find_decoders(bench.model)[0]).weights
+        weights = fingerprint(bench.model).weights
         for task in self.tasks:
             plain = dump_task(task)
             examples = digest(list(bench.examples(task, self.seed)))
-            for policy in self.policies:
+            for policy in [*self.policies, *self._besides(task)]:
                 for mode in self._modes(policy, task):
                     yield Cell(bench.name, weights, dump(policy), plain, mode, self.seed, examples)
+
+    def _besides(self, task: Task) -> Iterator[Policy]:
+        """Yield the policies that belong to the tables of one kind of task only, at each budget."""
+        if task.name == Pictures.name:
+            evicting = [policy.budget for policy in self.policies if not policy.trivial]
+            budgets = dict.fromkeys(budget.tokens or budget.keep for budget in evicting)
+            yield from (load(OF_PICTURES, budget=budget) for budget in budgets)
 
     def _modes(self, policy: Policy, task: Task) -> Sequence[Mode]:
         if task.name == "drift":

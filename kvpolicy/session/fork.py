@@ -207,7 +207,7 @@ class Fork:
         new = told.length - held.seen
         given = forward_arguments(model, told, {}, last=new, seen=held.seen)
         with torch.no_grad(), keeping(model, held.deltas):
-            logits: Tensor = model(**given, **{cache_name(model): held.cache}).logits
+            logits: Tensor = model(**given, **{cache_name(model): held.cache}).logits  # type: ignore[arg-type]
             deltas = deltas_of(model)
         self._open, self._seen = Held(held.cache, told, deltas), held.seen
         return logits[:, -new:]

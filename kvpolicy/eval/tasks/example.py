@@ -1,4 +1,4 @@
-"""What a task makes: examples to answer, and stretches of text to go on from."""
+"""What a task makes: examples to answer, about texts or pictures, and stretches of text to go on from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvpolicy.eval.pictures.scene import Scene
 from kvpolicy.eval.tasks.haystack import Haystack
 
 
@@ -27,6 +28,21 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Pictured:
+    """Pictures, a question about them, and what a right answer holds.
+
+    Args:
+        scenes: what is drawn, read and evicted.
+        question: what comes after it.
+        answers: the strings looked for in what the model says.
+    """
+
+    scenes: tuple[Scene, ...]
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Stretch:
     """A text's token ids, and those it goes on with."""
 
@@ -34,7 +50,7 @@ class Stretch:
     continuation: tuple[int, ...]
 
 
-Example = Question | Stretch
+Example = Question | Pictured | Stretch
 
 
 class Task(Protocol):

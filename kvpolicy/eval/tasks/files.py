@@ -16,6 +16,7 @@ from kvpolicy.eval.tasks.haystack import TaskError
 from kvpolicy.eval.tasks.needles import MultiKeyNeedle, MultiQueryNeedle, MultiValueNeedle, SingleNeedle
 from kvpolicy.eval.tasks.odd import OddOneOut
 from kvpolicy.eval.tasks.own import OwnExamples
+from kvpolicy.eval.tasks.pictures import Pictures
 from kvpolicy.eval.tasks.tracking import VariableTracking
 from kvpolicy.eval.tasks.words import CommonWords, FrequentWords
 
@@ -31,6 +32,7 @@ KINDS: dict[str, type] = {
         CommonWords,
         FrequentWords,
         OddOneOut,
+        Pictures,
         OwnExamples,
     )
 }

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.models import TINY_LLAVA
 from kvpolicy.texts import contexts
 
 _GAP = re.compile(r"\n+|(?<=[.!?]) +")
@@ -37,8 +38,10 @@ class Haystack:
         """Return `count` stretches of exactly `tokens` ids, all of different text: see `kvpolicy.texts.contexts`.
 
         Raises:
+            TaskError: when the tokenizer knows too few of the text's words.
             TextError: when there is too little text.
         """
+        self._check_known()
         return contexts(self.tokenizer, tokens=tokens, count=count, of=self.texts)
 
     def size(self, text: str) -> int:
@@ -54,14 +57,25 @@ class Haystack:
         """Return `count` different lower-case words of the text.
 
         Raises:
-            TaskError: when it has fewer.
+            TaskError: when it has fewer, or the tokenizer knows too few of the text's words.
         """
+        self._check_known()
         if len(self._words) < count:
             raise TaskError(
                 f"expected a text with {count} different lower-case words of 4 to 10 letters, got {len(self._words)}: "
                 "give a longer text"
             )
         return random.sample(self._words, count)
+
+    def _check_known(self) -> None:
+        """Raise where more than a tenth of the text's beginning is no token of its own."""
+        unknown = self.tokenizer.unk_token_id
+        ids = self.tokenizer(self.texts[0][:1000], add_special_tokens=False)["input_ids"]
+        if unknown is not None and 10 * ids.count(unknown) > len(ids):
+            raise TaskError(
+                f"expected a tokenizer that knows the words of the text, got one to which {ids.count(unknown)} of the "
+                f"first {len(ids)} are unknown: choose another model, or for {TINY_LLAVA!r} the task 'pictures'"
+            )
 
     def hide(self, needles: Sequence[Sequence[str]], length: int, randoms: Sequence[Random]) -> list[str]:
         """Return one stretch of the text for each list of needles, these put in between its sentences, in order.
