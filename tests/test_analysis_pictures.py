@@ -101,6 +101,15 @@ def test_what_is_no_picture_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         read_image(good)
 
 
+def test_a_picture_of_16_bits_keeps_its_shades(tmp_path: Path) -> None:
+    shades = (np.arange(2400).reshape(40, 60) * 27).astype("uint16")
+    Image.fromarray(shades).save(tmp_path / "deep.png")
+    assert np.array_equal(np.asarray(read_image(tmp_path / "deep.png"))[..., 0], shades // 256)
+    Image.fromarray(shades.astype("int32")).save(tmp_path / "any.tiff")
+    with pytest.raises(AnalysisError, match="expected 8 or 16 bits a number, got 'I'"):
+        read_image(tmp_path / "any.tiff")
+
+
 # Prompts
 
 

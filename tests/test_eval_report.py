@@ -23,6 +23,7 @@ from kvpolicy.eval import plots
 from kvpolicy.eval.cells import Cell, ResultError, write_whole
 from kvpolicy.eval.page import page
 from kvpolicy.eval.results import Result, read_result, read_results
+from kvpolicy.eval.show import notes
 from kvpolicy.eval.statistics import interval
 from kvpolicy.eval.table import Row, tables
 
@@ -391,3 +392,12 @@ def test_report_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert code == 2
     assert "pip install 'kvpolicy[eval]'" in err
     assert call("report", str(tmp_path))[0] == 0
+
+
+def test_a_table_says_how_little_it_is_and_that_the_model_cannot_do_the_task() -> None:
+    (few,) = tables([FULL, SNAP])
+    assert notes(few) == ["4 examples: intervals of fewer than 8 are too narrow to say anything"]
+    (unable,) = tables([result("full", [0] * 8, budget=None, mode="either"), result("snapkv", [0] * 7 + [1])])
+    assert [note.partition(":")[0] for note in notes(unable)] == ["string_match_all is 0 with the full cache"]
+    assert "Note: string_match_all is 0 with the full cache" in page([unable], [FULL], None)
+    assert notes(tables([result("full", [1] * 8, budget=None, mode="either"), result("snapkv", [0] * 8)])[0]) == []

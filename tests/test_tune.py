@@ -407,11 +407,13 @@ def test_a_drift_that_is_not_finite_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 def test_only_an_interval_without_0_shows_anything() -> None:
-    base = [0.5, 0.6, 0.7, 0.8]
-    assert compare(base, [0.4, 0.5, 0.6, 0.75]).shown == "better"
-    assert compare(base, [0.6, 0.7, 0.8, 0.85]).shown == "worse"
-    assert compare(base, [0.4, 0.7, 0.6, 0.9]).shown == "nothing"
+    base = [0.5, 0.6, 0.7, 0.8] * 2
+    assert compare(base, [0.4, 0.5, 0.6, 0.75] * 2).shown == "better"
+    assert compare(base, [0.6, 0.7, 0.8, 0.85] * 2).shown == "worse"
+    assert compare(base, [0.4, 0.7, 0.6, 0.9] * 2).shown == "nothing"
     assert compare(base, base).shown == "nothing"
+    # Of fewer texts than eight, an interval is too narrow to say so.
+    assert compare(base[:7], [0.4, 0.5, 0.6, 0.75, 0.4, 0.5, 0.6]).shown == "nothing"
     assert compare([0.5], [0.4]).shown == "nothing"
 
 

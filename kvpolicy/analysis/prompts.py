@@ -19,13 +19,23 @@ def read_image(path: Path) -> Any:
 
     try:
         with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            turned = ImageOps.exif_transpose(image)
+            turned.load()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # An error of the system says what it is of; Pillow's own do not all say it in words of a user.
         why = error.strerror if isinstance(error, OSError) and error.strerror else "it is none that Pillow can read"
         raise AnalysisError(
             f"image {str(path)!r}: expected the file of a picture, such as PNG or JPEG: {why}"
         ) from error
+    if turned.mode in ("I", "F"):
+        raise AnalysisError(
+            f"image {str(path)!r}: expected 8 or 16 bits a number, got {turned.mode!r}, whole or floating-point "
+            "numbers of any size: save it with 8 bits"
+        )
+    if turned.mode.startswith("I;16"):
+        # Pillow would make all above 255 white.
+        turned = turned.point(lambda number: number * (1 / 256), "L")
+    return turned.convert("RGB")
 
 
 def ask(processor: Any, text: str, images: Sequence[Any]) -> Any:

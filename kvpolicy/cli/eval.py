@@ -42,7 +42,7 @@ def evaluate(
         str, typer.Option(metavar="I/N", help="Measure only each Nth cell, from the Ith on; folders merge.")
     ] = "1/1",
     model: Annotated[
-        str | None, typer.Option(help="A Hugging Face id or a folder; default: SmolLM2-135M-Instruct.")
+        str | None, typer.Option(help="A Hugging Face id, a folder, or tiny-llava; default: SmolLM2-135M-Instruct.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="What the model's numbers are stored in.")] = Dtype.FLOAT32,
     attention: Annotated[Attention, typer.Option(help="The model's own attention.")] = Attention.SDPA,

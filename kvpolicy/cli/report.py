@@ -39,6 +39,8 @@ def report(
         return
     for table in found:
         print_rich(show.terminal(table, baseline))
+        for note in show.notes(table):
+            typer.echo(f"note: {note}")
     typer.echo(
         "[low, high]: 95% bootstrap interval. *: no row is better in the first score or in bytes without being "
         "worse in the other."

@@ -179,9 +179,13 @@ def _drift(found: Outcome) -> Table:
 
 
 def _verdict(found: Outcome) -> str:
+    from kvpolicy.eval.statistics import LEAST
+
     if found.best.number == 0:
         return "Nothing that was tried drifts less than the policy as it is."
     shown = found.held_out.shown
+    if found.held_out.texts < LEAST:
+        return f"Not shown to be better: with fewer than {LEAST} texts --held-out, intervals are too narrow to say so."
     if shown == "nothing":
         return "Not shown to be better: on text held out, the 95% interval of the difference holds 0."
     return f"On text held out, the tuned policy is {shown}: the 95% interval of the difference does not hold 0."

@@ -9,7 +9,7 @@ from itertools import groupby
 from kvpolicy.config.source import to_text
 from kvpolicy.eval.plots import pareto
 from kvpolicy.eval.results import Result
-from kvpolicy.eval.show import cells, headings
+from kvpolicy.eval.show import cells, headings, notes
 from kvpolicy.eval.table import Table
 from kvpolicy.webpage import document, picture
 
@@ -35,6 +35,7 @@ def page(tables: Sequence[Table], results: Sequence[Result], baseline: str | Non
     parts = [f"<p>{escape(NOTE)}</p>"]
     for table in tables:
         parts += [f"<h2>{escape(table.title)}</h2>", f"<p>{escape(table.about)}</p>"]
+        parts += [f"<p>Note: {escape(note)}.</p>" for note in notes(table)]
         parts += [picture(pareto(table), f"{table.title}: score against bytes"), _rows(table, baseline)]
     parts += ["<h2>To repeat it</h2>", *_provenance(results)]
     return document("kvpolicy results", "\n".join(["<h1>kvpolicy results</h1>", *parts]), STYLE)

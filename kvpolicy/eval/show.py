@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import rich.table
 
-from kvpolicy.eval.statistics import Interval
+from kvpolicy.eval.statistics import LEAST, Interval
 from kvpolicy.eval.table import Row, Table
 
 
@@ -56,6 +56,18 @@ def span(found: Interval, *, signed: bool = False) -> str:
     form = "+.3f" if signed else ".3f"
     mean = format(found.mean, form)
     return mean if found.low is None or found.high is None else f"{mean} [{found.low:{form}}, {found.high:{form}}]"
+
+
+def notes(table: Table) -> list[str]:
+    """Return what a reader of the table has to know: of how little it is, and where the model cannot do the task."""
+    found = []
+    fewest = min(row.examples for row in table.rows)
+    if fewest < LEAST:
+        found.append(f"{fewest} examples: intervals of fewer than {LEAST} are too narrow to say anything")
+    score, more = next(iter(table.scores.items()))
+    if more and any(row.budget is None and row.scores[score].mean == 0 for row in table.rows):
+        found.append(f"{score} is 0 with the full cache: the model cannot do this task, which says nothing of policies")
+    return found
 
 
 def terminal(table: Table, baseline: str | None) -> rich.table.Table:

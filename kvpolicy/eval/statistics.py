@@ -10,6 +10,8 @@ import numpy as np
 DRAWS = 10_000
 CONFIDENCE = 0.95
 SEED = 0
+LEAST = 8
+"""Examples from which on an interval says something: of two, it is no more than both of them."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvpolicy.config import dump
-from kvpolicy.eval.statistics import Interval, interval
+from kvpolicy.eval.statistics import LEAST, Interval, interval
 from kvpolicy.policy import Policy
 from kvpolicy.tune.places import value_at
 from kvpolicy.tune.search import Refusal, Trial, best
@@ -35,9 +35,9 @@ class Comparison:
 
     @property
     def shown(self) -> Literal["better", "worse", "nothing"]:
-        """What the difference shows: nothing, where its 95% interval holds 0."""
+        """What the difference shows: nothing of fewer texts than `LEAST`, or where its 95% interval holds 0."""
         low, high = self.difference.low, self.difference.high
-        if low is None or high is None or low <= 0 <= high:
+        if self.texts < LEAST or low is None or high is None or low <= 0 <= high:
             return "nothing"
         return "better" if high < 0 else "worse"
 
@@ -45,7 +45,7 @@ class Comparison:
 def compare(base: Sequence[float], tuned: Sequence[float]) -> Comparison:
     """Return the drift of two policies, each given by text.
 
-    >>> compare([0.5, 0.25], [0.25, 0.125]).shown, compare([0.5, 0.25], [0.25, 0.5]).shown
+    >>> compare([0.5, 0.25] * 4, [0.25, 0.125] * 4).shown, compare([0.5, 0.25] * 4, [0.25, 0.5] * 4).shown
     ('better', 'nothing')
     """
     difference = [ours - theirs for ours, theirs in zip(tuned, base, strict=True)]

@@ -45,7 +45,7 @@ def mask(thing: Thing) -> Mask:
     shapes = {
         "circle": distance <= size**2,
         "square": np.ones_like(inside),
-        "triangle": 2 * abs(x) <= y + size,
+        "triangle": 2 * abs(x) <= y + size + 1,
         "cross": (abs(x) <= size // 3) | (abs(y) <= size // 3),
         "diamond": abs(x) + abs(y) <= size,
         "ring": (distance <= size**2) & (4 * distance >= size**2),
