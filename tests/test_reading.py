@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from releases import installed
 from safetensors import safe_open
 from test_calls import asking
 from test_context import OTHER, POLICIES, QUESTION, generate, model_of, policy_of, tokens
@@ -137,6 +138,8 @@ def test_what_it_does_not_serve_is_said() -> None:
 def test_derived_keys_are_refused_before_anything_is_evicted() -> None:
     model = latent(Case("text", "deepseek_v3", "DeepseekV3ForCausalLM"))
     reading = kvpolicy.read(model, TEXT, policies=[POLICIES["dense"]])
+    if installed("<5.24") and not reading.derived:
+        pytest.skip("this release of transformers caches the keys themselves")
     assert not reading.serves(POLICIES["dense"])
     assert reading.serves(POLICIES["full"])
     with pytest.raises(ContextError, match="a model that derives its keys"):

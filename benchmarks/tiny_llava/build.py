@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
@@ -89,8 +90,7 @@ def model() -> LlavaForConditionalGeneration:
 def save(made: LlavaForConditionalGeneration, folder: Path) -> None:
     """Write model, tokenizer and processor into a folder, weights in float16."""
     made.half().save_pretrained(folder)
-    # safetensors writes for its owner alone.
-    (folder / "model.safetensors").chmod(0o644)
+    _rename(folder / "model.safetensors")
     tokenizer().save_pretrained(folder)
     # Named by hand, as an older release does not know what a newer one writes.
     half = [0.5] * 3
@@ -114,6 +114,14 @@ def save(made: LlavaForConditionalGeneration, folder: Path) -> None:
             "image_token": IMAGE,
         },
     )
+
+
+def _rename(path: Path) -> None:
+    """Call the tower's weights what every release of transformers can read, and let everybody read them."""
+    old, new = "vision_tower.", "vision_tower.vision_model."
+    weights = {name.replace(old, new) if new not in name else name: one for name, one in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def _write(path: Path, content: object) -> None:
