@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweeps import GRID, as_workers, saved
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpolicy import models
+from kvpolicy.eval.cells import Cell, run_cell
+from kvpolicy.eval.worker import BenchSpec
 from kvpolicy.loading import ALLOW
 from kvpolicy.registry import loaded
 
@@ -49,3 +52,34 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
     importlib.invalidate_caches()
     loaded.cache_clear()
+
+
+# Of sweeps
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    """Compute as workers do."""
+    with as_workers():
+        yield
+
+
+@pytest.fixture(scope="module")
+def spec(environment: None, tmp_path_factory: pytest.TempPathFactory) -> BenchSpec:
+    """Return what workers make a bench from."""
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def cells(spec: BenchSpec) -> list[Cell]:
+    """Return what is swept."""
+    return GRID.cells(spec.bench())
+
+
+@pytest.fixture(scope="module")
+def here(spec: BenchSpec, cells: list[Cell], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the results of this process."""
+    folder, bench = tmp_path_factory.mktemp("here"), spec.bench()
+    for cell in cells:
+        run_cell(cell, folder, bench)
+    return folder

@@ -11,7 +11,7 @@ import torch
 from releases import installed
 from safetensors import safe_open
 from test_calls import asking
-from test_context import OTHER, POLICIES, QUESTION, generate, model_of, policy_of, tokens
+from test_context import OTHER, POLICIES, QUESTION, generate, held_now, model_of, policy_of, tokens
 from torch import Tensor
 
 import kvpolicy
@@ -94,6 +94,15 @@ def test_pictures(family: str) -> None:
     question = torch.full((1, 3), 40)
     for policy in policies:
         assert_same(reading.compress(policy), policy.compress(model, inputs), question)
+
+
+def test_a_policy_that_asks_for_no_modality_is_told_none() -> None:
+    model = tiny_model("llava")
+    asked = prompt(model, PICTURES[:1])
+    inputs, plain = {"input_ids": asked.ids, **asked.pictures}, POLICIES["decode"]
+    inside = {"type": "by-modality", "inside": "cosine-diversity", "outside": "key-norm"}
+    reading = kvpolicy.read(model, inputs, policies=[plain, policy_of("snapkv-w8", score=inside)])
+    assert held_now(reading.compress(plain)).keys() == held_now(plain.compress(model, inputs)).keys()
 
 
 def test_it_is_kept_in_a_file(tmp_path: Any) -> None:

@@ -76,8 +76,11 @@ def test_no_more_is_held_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_cannot_share_reads_alone() -> None:
     model, called = tiny(), asking()
     derives = latent(Case("text", "deepseek_v3", "DeepseekV3ForCausalLM"))
-    for one, policy in ((model, called), (derives, POLICIES["dense"]), (derives, policy_of("ada-kv"))):
+    # That keys are derived shows only once they have been read.
+    for one, policy, often in ((model, called, 2), (derives, POLICIES["dense"], 3), (derives, policy_of("ada-kv"), 3)):
         held = Readings(one)
-        got = [held.compress(policy, "text", TEXT).report.to_dict()["layers"] for _ in range(2)]
+        with passes(one) as found:
+            got = [held.compress(policy, "text", TEXT).report.to_dict()["layers"] for _ in range(2)]
+        assert len(found) == often
         want = policy.compress(one, TEXT).report.to_dict()["layers"]
         assert got == [want, want]

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -18,42 +18,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from sweeps import GRID, Deadly, as_workers, saved
+from sweeps import GRID, Deadly
 from typer.testing import CliRunner
 
 from kvpolicy.cli import app
 from kvpolicy.errors import PolicyError
-from kvpolicy.eval.cells import Cell, ResultError, result_path, run_cell
+from kvpolicy.eval.cells import Cell, ResultError, result_path
 from kvpolicy.eval.grid import SHIPPED, left_out, policies, shipped
 from kvpolicy.eval.processes import Processes
 from kvpolicy.eval.results import read_results
 from kvpolicy.eval.sweep import SweepError, cells_of, sweep
 from kvpolicy.eval.worker import BenchSpec, device, launched
 
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    with as_workers():
-        yield
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> BenchSpec:
-    return saved(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def cells(spec: BenchSpec) -> list[Cell]:
-    return GRID.cells(spec.bench())
-
-
-@pytest.fixture(scope="module")
-def here(spec: BenchSpec, cells: list[Cell], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the results of this process."""
-    folder, bench = tmp_path_factory.mktemp("here"), spec.bench()
-    for cell in cells:
-        run_cell(cell, folder, bench)
-    return folder
+pytestmark = pytest.mark.usefixtures("environment")
 
 
 # The sweep

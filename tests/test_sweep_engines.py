@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sweeps import GRID, Deadly, as_workers, saved
+from sweeps import GRID, Deadly
 
-from kvpolicy.eval.cells import Cell, result_path, run_cell
+from kvpolicy.eval.cells import Cell, result_path
 from kvpolicy.eval.executors import Engine, ExecutorError, open_executor
 from kvpolicy.eval.sweep import SweepError, cells_of, sweep
 from kvpolicy.eval.worker import BenchSpec
@@ -25,29 +25,7 @@ def needs(engine: Engine) -> pytest.MarkDecorator:
     return pytest.mark.skipif(lacks, reason=f"{engine} is not installed: make test-extras")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    with as_workers():
-        yield
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> BenchSpec:
-    return saved(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def cells(spec: BenchSpec) -> list[Cell]:
-    return GRID.cells(spec.bench())
-
-
-@pytest.fixture(scope="module")
-def here(spec: BenchSpec, cells: list[Cell], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the results of this process."""
-    folder, bench = tmp_path_factory.mktemp("here"), spec.bench()
-    for cell in cells:
-        run_cell(cell, folder, bench)
-    return folder
+pytestmark = pytest.mark.usefixtures("environment")
 
 
 @dataclass(frozen=True)

@@ -577,7 +577,7 @@ def test_a_space_is_wrong_on_the_command_line_with_its_place(here: Path) -> None
 
 
 def test_a_full_disk_loses_nothing_that_was_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy.tune.policy_file.os.fsync", _full)
+    monkeypatch.setattr("kvpolicy.files.os.fsync", _full)
     code, _, error = call()
     assert code == 2
     assert error.startswith(

@@ -7,9 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.eval.bench import Bench
 from kvpolicy.eval.tasks.example import Example
 from kvpolicy.eval.tasks.files import from_plain
+from kvpolicy.files import whole
 from kvpolicy.session.fingerprint import fingerprint
 from kvpolicy.session.saved import versions
 
@@ -165,14 +164,8 @@ def write_whole(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # On the same disk, so that moving it into place copies nothing.
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder:
-            partial = Path(folder) / path.name
-            with partial.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+        with whole(path) as partial, partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
     except OSError as error:
         raise ResultError(
             f"{path}: cannot be written: {error.strerror or error}. What was finished before is in {path.parent}; make "

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.eval.processes import Processes
 
 if TYPE_CHECKING:
+    from kvpolicy.eval.processes import Processes
     from kvpolicy.eval.sweep import Executor
 
 MINUTES = 240
@@ -76,6 +76,8 @@ def open_executor(engine: Engine, workers: int, options: Mapping[str, Any], fold
 
 @contextmanager
 def _processes(workers: int, options: dict[str, Any], folder: Path) -> Iterator[Processes]:
+    from kvpolicy.eval.processes import Processes
+
     if options:
         raise ExecutorError(f"--executor processes: expected no --executor-option, got {', '.join(options)}")
     executor = Processes(workers)

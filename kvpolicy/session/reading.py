@@ -18,7 +18,6 @@ from kvpolicy.session import Session
 from kvpolicy.session.context import Context
 from kvpolicy.session.fork import Held
 from kvpolicy.session.layers import evicting_layers
-from kvpolicy.session.passes import record
 from kvpolicy.session.prefill import decoder_of, prefill, told
 from kvpolicy.types import LayerView, Needs
 from kvpolicy.window import Window
@@ -123,7 +122,6 @@ class Reading:
         for layer in evicting_layers(cache):
             layer.owner, layer.window = run, _last(layer.window, policy.needs.queries)
         run.settle(cache)
-        run.report.layers = {layer.index: record(layer) for layer in evicting_layers(cache)}
         return Context(policy, self._model, Held(cache, self._held.tokens, self._held.deltas), aware=self._aware)
 
 

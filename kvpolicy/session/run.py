@@ -244,19 +244,22 @@ class CacheRun:
             UnsupportedModelError: when the model derives what it attends to: it is there during a pass only.
         """
         read, self._read = self._read, None
-        if read is None or read.point is not None or self.policy.trivial:
+        if read is None or read.point is not None:
             return
         read.prompt = Prompt()
         for layer in evicting_layers(cache):
-            if layer.shared:
-                raise UnsupportedModelError(
-                    f"layer {layer.index}: its keys are derived from what it caches, so that it evicts within a pass "
-                    "only: read the prompt in one pass, or declare `prefill: chunks`"
-                )
-            if layer.seen:
-                with _apart(layer.padded()[0].device):
-                    self._evict(layer, read, layer.seen, None)
-                self.report.layers[layer.index] = record(layer)
+            if not self.policy.trivial and layer.seen:
+                self._settle(layer, read)
+            self.report.layers[layer.index] = record(layer)
+
+    def _settle(self, layer: EvictingLayer, read: Pass) -> None:
+        if layer.shared:
+            raise UnsupportedModelError(
+                f"layer {layer.index}: its keys are derived from what it caches, so that it evicts within a pass "
+                "only: read the prompt in one pass, or declare `prefill: chunks`"
+            )
+        with _apart(layer.padded()[0].device):
+            self._evict(layer, read, layer.seen, None)
 
     def of_policy(self, policy: Policy, owner: RunOwner) -> CacheRun:
         """Return the run of another policy over the prompt that this one has read and not evicted from.

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvpolicy.errors import ContextError
+from kvpolicy.files import whole
 from kvpolicy.session.fingerprint import Fingerprint
 
 FORMAT = 1
@@ -64,12 +64,9 @@ def write_file(path: str | os.PathLike[str], header: Header, tensors: dict[str, 
     }
     text = json.dumps(asdict(header))
     metadata = {_FORMAT: str(FORMAT), _KEY: text, _CHECK: _digest(text, tensors)}
-    target = Path(path)
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-            partial = Path(folder) / target.name
+        with whole(Path(path)) as partial:
             save_file(tensors, partial, metadata=metadata)
-            partial.replace(target)
     except OSError as error:
         raise ContextError(
             f"{path}: cannot be written: {error}. Give a file in a folder that you can write to"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from kvpolicy.config import to_yaml
 from kvpolicy.config.source import to_text
 from kvpolicy.eval.bench import Bench
 from kvpolicy.eval.show import span
+from kvpolicy.files import whole
 from kvpolicy.policy import Policy
 from kvpolicy.session.fingerprint import fingerprint
 from kvpolicy.session.saved import versions
@@ -73,13 +72,8 @@ def write_policy(policy: Policy, provenance: Mapping[str, Any], path: Path) -> N
     """
     comments = "".join(f"# {line}\n" for line in to_text(provenance).splitlines())
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder:
-            whole = Path(folder) / path.name
-            with whole.open("w", encoding="utf-8") as file:
-                file.write(f"{comments}\n{to_yaml(policy)}")
-                file.flush()
-                os.fsync(file.fileno())
-            whole.replace(path)
+        with whole(path) as partial:
+            partial.write_text(f"{comments}\n{to_yaml(policy)}", encoding="utf-8")
     except OSError as error:
         raise TuneError(
             f"{path}: cannot be written: {error.strerror}. Make room, and run the same command again: nothing "

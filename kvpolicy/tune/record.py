@@ -49,12 +49,14 @@ class Record:
         self.file = file
         self._known = _read(file)
         # Of all of it: what it predicts depends on its head too.
-        self._model = {
-            "fingerprint": dataclasses.asdict(fingerprint(bench.model)),
-            "attention": bench.model.config._attn_implementation,
-            "device": bench.model.device.type,
-            "versions": versions(),
-        }
+        self._model = digest(
+            {
+                "fingerprint": dataclasses.asdict(fingerprint(bench.model)),
+                "attention": bench.model.config._attn_implementation,
+                "device": bench.model.device.type,
+                "versions": versions(),
+            }
+        )
 
     def kl(self, policy: Policy, text: Stretch) -> float:
         """Return the drift of `policy` on a text: mean KL divergence from the full cache, in nats a token.
@@ -64,7 +66,7 @@ class Record:
             TuneError: when it cannot be written down.
         """
         plain = {name: part for name, part in dump(policy).items() if name not in ("name", "description")}
-        key = digest({**self._model, "policy": plain, "text": text})
+        key = digest({"model": self._model, "policy": plain, "text": text})
         if key not in self._known:
             found = self._bench.measure(policy, DriftTask(), text, query_aware=False).scores["kl"]
             if not math.isfinite(found):
