@@ -76,7 +76,7 @@ def test_no_more_is_held_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_cannot_share_reads_alone() -> None:
     model, called = tiny(), asking()
     derives = latent(Case("text", "deepseek_v3", "DeepseekV3ForCausalLM"))
-    # That keys are derived shows only once they have been read; older releases of transformers cache the keys themselves.
+    # That keys are derived shows only once they are read. Older releases of transformers cache the keys themselves.
     many = 3 if kvpolicy.read(derives, TEXT, policies=[POLICIES["dense"]]).derived else 1
     for one, policy, often in (
         (model, called, 2),
