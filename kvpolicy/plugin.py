@@ -220,7 +220,10 @@ class Selector(Protocol):
 
     @property
     def protects(self) -> int:
-        """How many slots a head it keeps whatever the score; a budget in tokens must hold them."""
+        """How many slots a head it keeps whatever the score; a budget in tokens must hold them.
+
+        Of a larger budget it leaves some to the score.
+        """
 
     def protect(self, view: LayerView, tokens: Tensor) -> Tensor:
         """Return bool ``[B, Hkv, T]``, the slots kept whatever the score; at most `tokens` (``[B]``)."""

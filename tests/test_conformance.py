@@ -29,6 +29,8 @@ from kvpolicy.testing import (
 
 PLACE = "where a slot stands is what it scores by"
 POOLS = "pools over neighbours"
+TABLE = "a table is of one model, the check of others"
+CALL = "reads the weights of a model, which a view has not"
 SETTINGS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("scorer", "snapkv"): [{}, {"window": 4, "kernel": 7, "pooling": "max"}],
     ("scorer", "cosine-diversity"): [{}, {"space": "pre-rope"}, {"on": "values"}],
@@ -41,8 +43,20 @@ SETTINGS: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"importance": ValueNorm(), "diversity": CosineDiversity()},
         {"importance": ValueNorm(), "diversity": CosineDiversity(space="pre-rope"), "space": "pre-rope"},
     ],
+    ("scorer", "lag-kv"): [{}, {"lag": 4, "sinks": 2}, {"lag": 4, "sinks": 2, "cross": True}],
+    ("scorer", "leverage"): [{}, {"sketch": None, "space": "post-rope"}],
+    ("scorer", "cur-dkv"): [{}, {"leverage": "kv-avg", "window": 5, "sketch": 20}],
+    ("scorer", "manifold-kv"): [{"window": 5}],
+    ("combiner", "caote"): [{"importance": ValueNorm()}, {"importance": ValueNorm(), "fast": True}],
+    ("combiner", "r-kv"): [{"importance": ValueNorm()}],
+    ("combiner", "critical-kv"): [{"importance": ValueNorm()}, {"importance": ValueNorm(), "first": 4}],
     ("combiner", "by-modality"): [{"inside": CosineDiversity(), "outside": KeyNorm()}],
     ("heads", "adaptive"): [{}, {"floor": 0.5, "by": "importance"}],
+    ("layers", "schedule"): [{}, {"shape": "cosine", "first": 0.25}],
+    ("layers", "head-totals"): [{"scores": [[3, 0], [1, 1], [0, 1]]}],
+    ("heads", "head-table"): [{"scores": [[3, 1, 0]]}],
+    ("heads", "threshold"): [{"threshold": 0.5, "floor": 0.2}],
+    ("selector", "chunks"): [{}, {"length": 4, "heads": "apart"}],
     ("selector", "top-k"): [{}, {"sinks": 0, "recent": 0}],
     ("selector", "by-modality"): [{"shares": {"text": 0.4, "image": 0.3, "video": 0.3}}],
 }
@@ -51,6 +65,18 @@ EXPECTED: dict[str, dict[str, str]] = {
     "snapkv": {"permutation": POOLS},
     "random": {"permutation": PLACE, "heads": "each head has numbers of its own"},
     "recency": {"permutation": PLACE},
+    "non-causal-attention": {"permutation": POOLS, "causal": "queries see what comes after them"},
+    "keyformer": {"permutation": PLACE, "heads": "each head has noise of its own"},
+    "lag-kv": {"permutation": PLACE},
+    "cur-dkv": {"permutation": PLACE},
+    "manifold-kv": {"permutation": PLACE},
+    "r-kv": {"permutation": PLACE},
+    "head-totals": dict.fromkeys(["lengths", "batch_mates"], TABLE),
+    "head-table": {"heads": "a head's place says what it is due", "generate": TABLE, "generate_alone": TABLE},
+    "threshold": dict.fromkeys(["lengths", "generate"], "the budget is an upper bound"),
+    "critical-kv": dict.fromkeys(
+        ["children_untouched", "children_outside", "children_finite", "children_orientation"], CALL
+    ),
 }
 """By name, the checks that a built-in does not pass, and why."""
 
@@ -59,7 +85,7 @@ def built_in() -> list[tuple[Any, dict[str, str] | None]]:
     """Return an instance of every plugin of the registry under each of its settings, and what it need not pass."""
     found = []
     for entry in registry().entries():
-        if entry.kind in ("scorer", "combiner", "layers", "heads", "selector") and entry.origin.startswith("kvpolicy "):
+        if entry.kind in ("scorer", "combiner", "layers", "heads", "selector", "evicted") and entry.origin.startswith("kvpolicy "):
             each = SETTINGS.get((entry.kind, entry.name), [{}])
             found += [(entry.value(**given), EXPECTED.get(entry.name)) for given in each]
     return found

@@ -318,7 +318,7 @@ class LooksAtTheBatch(Broken):
 
 
 BROKEN_SELECTORS = [
-    (ProtectsMore, "protects", "expected at most 2 protected slots a head"),
+    (ProtectsMore, "protects", "expected at most 2 protected slots a head, as `protects` is 2, got 3"),
     (ProtectsPadding, "protects", "slots that are not valid"),
     (ProtectsByText, "protects", "`protects`: expected how many slots"),
     (KeepsOneLess, "selection", "slots by row and head"),

@@ -17,7 +17,20 @@ PACKAGE = Path(kvpolicy.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 STAGES = {"capture", "scorers", "combiners", "budgets", "selectors", "store", "attend"}
-SHARED = {"attention", "compat", "types", "errors", "plugin", "hookspecs", "maths", "step", "vectors", "window"}
+SHARED = {
+    "attention",
+    "blocks",
+    "compat",
+    "types",
+    "errors",
+    "plugin",
+    "hookspecs",
+    "maths",
+    "step",
+    "vectors",
+    "window",
+    "wrap",
+}
 LIBRARIES = {"torch", "einops", "pydantic", "annotated_types"}
 MAY_IMPORT_TRANSFORMERS = {
     "analysis",

@@ -68,6 +68,13 @@ PLACELESS = [
 ]
 """To these, it makes no difference where a slot stands."""
 SHIPPED = [entry.name for entry in registry().entries("policy") if entry.origin.startswith("kvpolicy ")]
+PURE = [name for name in SHIPPED if not kvpolicy.load(name).needs.call]
+"""Those that decide from tensors alone: a view has no model's weights."""
+
+
+def shipped(name: str, budget: int) -> Policy:
+    """The policy, with a budget if it has any."""
+    return kvpolicy.load(name) if name == "full" else kvpolicy.load(name, budget=budget)
 
 
 @st.composite
@@ -204,24 +211,24 @@ def test_concentrated_and_flat_heads_keep_different_numbers() -> None:
     assert {20, 50, 80} <= set(kept[0][0].tolist())
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", PURE)
 def test_shipped_policies_keep_their_budget_and_protect_the_sinks(name: str) -> None:
-    policy = kvpolicy.load(name) if name == "full" else kvpolicy.load(name, budget=40)
+    policy = shipped(name, 40)
     for padding in ("none", "left"):
         views = [make_view(layer, slots=64, window=32, padding=padding, dtype=torch.bfloat16) for layer in range(4)]
         plan = policy.plan(views)
         for row, available in enumerate(views[0].valid[:, 0].sum(-1).tolist()):
             kept = sum(len(head) for layer in plan for head in layer[row])
             assert kept == (available if policy.trivial else min(40, available)) * 4 * 2
-            first = available if policy.trivial else 4
+            first = available if policy.trivial else policy.select.sinks
             sinks = views[0].valid[row, 0].nonzero().flatten()[: min(first, available)].tolist()
             if not name.endswith("pyramidkv"):  # its thin layers are thinner than the protected slots
                 assert all(set(sinks) <= set(head.tolist()) for layer in plan for head in layer[row])
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", PURE)
 def test_shipped_policies_do_not_care_for_padding_and_batch_mates(name: str) -> None:
-    policy = kvpolicy.load(name) if name == "full" else kvpolicy.load(name, budget=36)
+    policy = shipped(name, 36)
     views = [make_view(layer, slots=56, window=32, padding="left") for layer in range(3)]
     together = policy.plan(views)
     for row in range(3):
@@ -235,7 +242,13 @@ def test_the_shipped_policies_are_these() -> None:
     laid = [f"{ours}-{base}" for ours in ("ecokv", "ecokv-values") for base in ("snapkv", "ada-kv", "pyramidkv")]
     ours = ["ecokv", "ecokv-values", "ecokv-pre-rope"]
     plain = ["full", "random", "streaming-llm", "key-norm", "key-diff", "snapkv", "snapkv-w8", "ada-kv", "pyramidkv"]
-    assert sorted(SHIPPED) == sorted([*plain, "mixkv-snapkv", "mixkv-ada-kv", *ours, *laid])
+    attention = ["h2o", "tova", "scissorhands", "keyformer", "non-causal-attention", "expected-attention"]
+    vectors = ["lag-kv", "leverage", "cur-dkv", "manifold-kv", "manifold-kv-windowed"]
+    over = ["critical-kv", "caote-snapkv", "r-kv"]
+    choices = ["chunkkv", *(f"snapkv-{one}" for one in ("mmr", "k-centre", "determinantal", "pages"))]
+    schedules = ["snapkv-linear", "snapkv-cosine"]
+    zoo = [*attention, *vectors, *over, *choices, *schedules]
+    assert sorted(SHIPPED) == sorted([*plain, "mixkv-snapkv", "mixkv-ada-kv", *ours, *laid, *zoo])
     for name in SHIPPED:
         policy = kvpolicy.load(name)
         assert policy.name == name and policy.description and "\n" not in policy.description

@@ -22,6 +22,7 @@ from kvpolicy.registry import Registry, registry
 from kvpolicy.scorers.random import Random
 
 ORIGINS = ("one 1.0", "two 2.0", "three 3.0")
+TABLE = {"scores": [[1.0]]}
 PROTECTING = {"protects": 0, "protect": lambda self, view, tokens: view.valid}
 
 
@@ -226,7 +227,8 @@ def test_a_contract_is_a_whole_number(contract: Any) -> None:
 def test_every_built_in_keeps_the_contract_as_an_instance() -> None:
     for entry in registered().entries():
         if entry.kind != "policy" and not any("Score" in str(hint) for hint in entry.value.__annotations__.values()):
-            assert fault(entry.value(), entry.kind) == "", entry.name
+            required = {"threshold": {"threshold": 0.5}, "head-table": TABLE, "head-totals": TABLE}.get(entry.name, {})
+            assert fault(entry.value(**required), entry.kind) == "", entry.name
 
 
 def test_a_score_in_python_is_checked_alike() -> None:
@@ -292,5 +294,5 @@ def test_an_unknown_name_lists_the_nearest() -> None:
         registered().get("score", "snapkb")
     with pytest.raises(PolicyError, match=r"unknown policy 'SnapKV'\. Did you mean 'snapkv'"):
         registered().get("policy", "SnapKV")
-    with pytest.raises(PolicyError, match=r"unknown head budget 'pyramid'. Known: adaptive, uniform\.$"):
+    with pytest.raises(PolicyError, match=r"unknown head budget 'pyramid'. Known: adaptive, head-table, threshold, uniform\.$"):
         registered().get("heads", "pyramid")

@@ -17,12 +17,22 @@ from kvpolicy.plugin import children, settings
 from kvpolicy.policy import Budget, Policy
 from kvpolicy.registry import registry
 from kvpolicy.scorers.cosine_diversity import CosineDiversity
+from kvpolicy.scorers.cur_dkv import CurDKV
 from kvpolicy.scorers.euclidean_diversity import EuclideanDiversity
+from kvpolicy.scorers.expected_attention import ExpectedAttention
+from kvpolicy.scorers.h2o import H2O
 from kvpolicy.scorers.key_diff import KeyDiff
 from kvpolicy.scorers.key_norm import KeyNorm
+from kvpolicy.scorers.keyformer import Keyformer
+from kvpolicy.scorers.lag_kv import LagKV
+from kvpolicy.scorers.leverage import Leverage
+from kvpolicy.scorers.manifold_kv import ManifoldKV
+from kvpolicy.scorers.non_causal_attention import NonCausalAttention
 from kvpolicy.scorers.random import Random
 from kvpolicy.scorers.recency import Recency
+from kvpolicy.scorers.scissorhands import Scissorhands
 from kvpolicy.scorers.snapkv import SnapKV
+from kvpolicy.scorers.tova import TOVA
 from kvpolicy.scorers.value_norm import ValueNorm
 from kvpolicy.testing.checks.memory import largest
 from kvpolicy.types import LayerView, Needs
@@ -44,6 +54,9 @@ SCORERS: dict[str, tuple[Any, Callable[[LayerView], Tensor]]] = {
     "recency": (Recency(), twins.recency),
 }
 ONLY = [scorer for scorer, _ in SCORERS.values()] + [Random()]
+# Their twins stand in test_zoo_attention.py and test_zoo_keys_values.py.
+ONLY += [H2O(), TOVA(), Scissorhands(w=8), Keyformer(), NonCausalAttention(chunk_size=16)]
+ONLY += [LagKV(lag=4, sinks=2), Leverage(space="post-rope"), CurDKV(), ManifoldKV(window=5)]
 
 
 def scores_of(scorer: Any, view: LayerView) -> Tensor:
@@ -222,5 +235,6 @@ def test_every_built_in_says_what_it_is() -> None:
             assert cls.source and cls.formula and ">>>" in cls.__doc__, entry.name
             assert entry.kind != "scorer" or cls.role in ("importance", "diversity", "other")
     built = {entry.value for entry in registry().entries("scorer") if entry.origin.startswith("kvpolicy ")}
-    assert built == {type(scorer) for scorer in ONLY}, "a scorer without a twin"
+    # The one that reads a model's rotary embedding besides is compared in test_zoo_attention.py.
+    assert built == {type(scorer) for scorer in ONLY} | {ExpectedAttention}, "a scorer without a twin"
     assert not any(children(scorer) for scorer in ONLY)

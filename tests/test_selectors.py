@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 import twins
@@ -49,6 +51,18 @@ def test_protection_by_index_inside_the_budget(case: str, sinks: int, recent: in
             assert twins.slots(protected[b, h]) == sorted(wanted)
 
 
+@pytest.mark.parametrize(("sinks", "share"), [(0, 0.5), (4, 0.29), (2, 0.01)])
+def test_a_share_of_the_budget_is_recent(sinks: int, share: float) -> None:
+    view, select = make_view(slots=300, batch=1), TopK(sinks=sinks, recent=share)
+    assert select.protects == sinks
+    for budget in range(1, 250):
+        protected = select.protect(view, torch.tensor([budget]))
+        # Of exactly the share that is written: 0.29 * 100 in floating point is under 29.
+        recent = Fraction(str(share)) * max(budget - sinks, 0) // 1
+        assert torch.equal(protected, TopK(sinks=sinks, recent=int(recent)).protect(view, torch.tensor([budget])))
+    assert int(TopK(sinks=4, recent=0.29).protect(view, torch.tensor([104])).sum(-1)[0, 0]) == 33
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_ties_in_half_precision_never_push_a_protected_slot_out(dtype: torch.dtype) -> None:
     keys = torch.full((1, 2, 64, 4), -6e4, dtype=dtype)
@@ -77,7 +91,9 @@ def test_scores_outside_the_candidates_do_not_count() -> None:
         assert TopK()(view, scores.masked_fill(~view.candidates, noise), lengths).tolist() == want
 
 
-@pytest.mark.parametrize("settings", [{"sinks": -1}, {"recent": 1.5}, {"sinks": True}, {"window": 3}])
+@pytest.mark.parametrize(
+    "settings", [{"sinks": -1}, {"recent": 1.5}, {"recent": 1.0}, {"recent": -0.5}, {"sinks": True}, {"window": 3}]
+)
 def test_wrong_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(SettingError):
         TopK(**settings)  # type: ignore[arg-type]

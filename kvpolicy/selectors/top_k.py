@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Annotated
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
@@ -23,7 +24,7 @@ class TopK:
 
     Args:
         sinks: the first tokens protected.
-        recent: the last tokens protected.
+        recent: the last tokens protected; or a share of the layer's budget without the sinks, in (0, 1), rounded down.
 
     >>> view = LayerView(keys=torch.zeros(1, 1, 6, 2), values=torch.zeros(1, 1, 6, 2))
     >>> select = TopK(sinks=1, recent=1)
@@ -36,21 +37,29 @@ class TopK:
     source = "sinks: StreamingLLM, arXiv 2309.17453"
     formula = "sinks + recent + the highest scores, K_h slots a head"
     sinks: Annotated[int, Ge(0)] = 4
-    recent: Annotated[int, Ge(0)] = 8
+    recent: Annotated[int, Ge(0)] | Annotated[float, Gt(0), Lt(1)] = 8
 
     @property
     def protects(self) -> int:
-        """Sinks and recent together."""
-        return self.sinks + self.recent
+        """Sinks and recent together; a share of recent tokens fits into any budget."""
+        return self.sinks + (self.recent if isinstance(self.recent, int) else 0)
 
     def protect(self, view: LayerView, tokens: Tensor) -> Tensor:
         """Return bool ``[B, Hkv, T]``, True for the protected slots; `tokens` (``[B]``) bounds them."""
         limit = tokens[:, None, None]
-        sinks = (limit - min(self.recent, 1)).clamp(min=0, max=self.sinks)
-        recent = (limit - sinks).clamp(max=self.recent)
+        wanted = self._recent(limit)
+        sinks = (limit - wanted.clamp(max=1)).clamp(min=0, max=self.sinks)
+        recent = torch.minimum(limit - sinks, wanted)
         place = view.valid.cumsum(-1) - 1
         count = view.valid.sum(-1, keepdim=True)
         return view.valid & ((place < sinks) | (place >= count - recent))
+
+    def _recent(self, tokens: Tensor) -> Tensor:
+        if isinstance(self.recent, int):
+            return torch.full_like(tokens, self.recent)
+        # An exact fraction: 0.29 * 100 in floating point is under 29.
+        share = Fraction(str(self.recent)).limit_denominator(10**9)
+        return share.numerator * (tokens - self.sinks).clamp(min=0) // share.denominator
 
     def __call__(self, view: LayerView, scores: Tensor, lengths: Tensor) -> Selection:
         """Return the kept slots, `lengths` (int64 ``[B, Hkv]``) of them a head.

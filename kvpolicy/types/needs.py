@@ -10,13 +10,16 @@ from torch import Tensor
 
 from kvpolicy.errors import PluginError, nearest
 
+ALL = 2**31
+"""So many queries that a scorer which declares them reads all of the prompt's."""
+
 
 @dataclass(frozen=True)
 class Needs:
     """What a scorer or combiner reads, as data; capture records no more than the union.
 
     Args:
-        queries: how many of the last queries of each row (the observation window); 0 for none.
+        queries: how many of the last queries of each row (the observation window); 0 for none, `ALL` for all.
         keys: whether it reads the keys.
         values: whether it reads the values.
         pre_rope: whether it reads the keys before RoPE.
@@ -52,6 +55,16 @@ class Needs:
             if not isinstance(found, bool):
                 raise PluginError(f"Needs: {name}: expected True or False, got {found!r}")
 
+    @property
+    def words(self) -> str:
+        """What is read, in words.
+
+        >>> Needs(queries=8, keys=True, pre_rope=True).words, Needs().words
+        ('the last 8 queries, keys, keys before RoPE', 'nothing')
+        """
+        queries = {0: [], ALL: ["all queries"]}.get(self.queries, [f"the last {self.queries} queries"])
+        return ", ".join([*queries, *(words for name, words in _WORDS.items() if getattr(self, name))]) or "nothing"
+
     def __or__(self, other: Needs) -> Needs:
         return Needs(
             queries=max(self.queries, other.queries),
@@ -62,6 +75,14 @@ class Needs:
             call=self.call or other.call,
         )
 
+
+_WORDS = {
+    "keys": "keys",
+    "values": "values",
+    "pre_rope": "keys before RoPE",
+    "modality": "what each slot holds",
+    "call": "what the attention module was called with",
+}
 
 Modality = Literal["text", "image", "video", "audio"]
 MODALITIES: tuple[Modality, ...] = get_args(Modality)

@@ -41,6 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Views that every score meets."""
 
+MOST = 64
+"""Queries of a view at most: a scorer may declare all there are."""
+
 
 def checks_of(plugin: Any) -> dict[str, Callable[[Any], None]]:
     """Return by name the checks that apply to a scorer, or to a combiner with its children."""
@@ -71,8 +74,12 @@ def checks_of(plugin: Any) -> dict[str, Callable[[Any], None]]:
 
 def view_for(plugin: Any, seed: int = 0, **options: Any) -> LayerView:
     """Return a random view with as many queries as the plugin reads; what is not valid holds nan."""
-    window = max(needs_of(plugin).queries, 1)
+    window = max(_window(plugin), 1)
     return make_view(seed, **{"slots": max(24, window + 8), "window": window, **options})
+
+
+def _window(plugin: Any) -> int:
+    return min(needs_of(plugin).queries, MOST)
 
 
 def undeclared_reads(plugin: Any) -> None:
@@ -162,7 +169,7 @@ def _roles(plugin: Any) -> set[str]:
 
 def orientation(plugin: Any) -> None:
     """Higher means keep: the slot that is unlike all others (diversity), or that every query looks at (importance)."""
-    view = view_for(plugin, batch=1, slots=64 + needs_of(plugin).queries)
+    view = view_for(plugin, batch=1, slots=64 + _window(plugin))
     odd = view.slots // 2
 
     def with_odd(like: Tensor) -> Tensor:
@@ -274,7 +281,7 @@ def padding(plugin: Any) -> None:
     )
     for side in ("left", "right"):
         # Half of the second row: it has all its queries.
-        view = view_for(plugin, batch=2, slots=24 + 2 * needs_of(plugin).queries, padding=side)
+        view = view_for(plugin, batch=2, slots=24 + 2 * _window(plugin), padding=side)
         _expect_alone(plugin, view, f"padding on the {side} changes scores: {hint}")
     holes = view_for(plugin, padding="ragged")
     vectors: dict[str, Any] = {name: tensor.nan_to_num(nan=1e4) for name, tensor in _vectors(holes).items()}
@@ -285,7 +292,7 @@ def padding(plugin: Any) -> None:
 
 def absent_queries(plugin: Any) -> None:
     """Queries that a row does not have, as it is shorter than the window, change no score."""
-    view = view_for(plugin, slots=max(24, needs_of(plugin).queries), padding="left")
+    view = view_for(plugin, slots=max(24, _window(plugin)), padding="left")
     message = (
         "queries that a row does not have change its scores: leave those where view.query_positions is -1 out of every "
         "sum. They hold nan here: put 0 in their place with .where"
@@ -300,7 +307,7 @@ def observes(plugin: Any) -> bool:
 
 def causal(plugin: Any) -> None:
     """A query sees the slots at its own position and before: what stands after all queries, changes nothing there."""
-    view = view_for(plugin, slots=32 + needs_of(plugin).queries)
+    view = view_for(plugin, slots=32 + _window(plugin))
     view = replace(view, query_positions=view.query_positions - 16)
     later = torch.arange(view.slots) >= view.slots - 16
     other = replace(view, keys=view.keys + 8 * later[:, None], values=view.values + 8 * later[:, None])

@@ -43,24 +43,23 @@ def _keep(selector: Any, view: LayerView, scores: Tensor, tokens: int) -> tuple[
 
 
 def protects(selector: Any) -> None:
-    """It protects valid slots alone, no more than `protects` and than the budget, and as many as it says."""
+    """It protects valid slots alone, and of a budget above `protects` it leaves some to the score."""
     count = selector.protects
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ConformanceError(f"`protects`: expected how many slots of a head it protects, 0 or more, got {count!r}")
     for padding in ("none", "left", "right", "ragged"):
         view = make_view(padding=padding)
-        for tokens in TOKENS:
+        for tokens in (*TOKENS, count, count + 1):
             found = selector.protect(view, torch.full((len(view.valid),), tokens))
             case = f"with {padding} padding and a budget of {tokens}"
             if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != view.valid.shape:
                 raise ConformanceError(f"{case}: expected bool {list(view.valid.shape)} from protect()")
             if bool((found & ~view.valid).any()):
                 raise ConformanceError(f"{case}: protect() protects slots that are not valid (padding, empty)")
-            most = int(found.sum(-1).max())
-            if most > min(tokens, count):
+            most, bound = int(found.sum(-1).max()), tokens - (tokens > count)
+            if most > bound:
                 raise ConformanceError(
-                    f"{case}: expected at most {min(tokens, count)} protected slots a head (the budget, and `protects` "
-                    f"= {count}), got {most}"
+                    f"{case}: expected at most {bound} protected slots a head, as `protects` is {count}, got {most}"
                 )
 
 

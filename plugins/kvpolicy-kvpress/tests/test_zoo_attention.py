@@ -1,0 +1,58 @@
+"""The zoo's importances by attention against the presses of the same methods: the same slots kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kvpolicy_kvpress.agree import CASES, Case, _found, _read, _same, _watched
+from kvpolicy_kvpress.make import make
+from transformers import DynamicCache
+
+from kvpolicy import Budget, Policy
+from kvpolicy.scorers.expected_attention import ExpectedAttention
+from kvpolicy.scorers.h2o import H2O
+from kvpolicy.scorers.non_causal_attention import NonCausalAttention
+from kvpolicy.scorers.tova import TOVA
+from kvpolicy.selectors.top_k import TopK
+
+# Press -> its settings, ours of the same method, and what else the press keeps whatever its score.
+SAME: dict[str, tuple[dict[str, Any], Any, TopK]] = {
+    "ExpectedAttentionPress": (
+        {"n_future_positions": 32},
+        ExpectedAttention(n_future_positions=32),
+        TopK(sinks=4, recent=0),
+    ),
+    "NonCausalAttnPress": ({"chunk_size": 32}, NonCausalAttention(chunk_size=32), TopK(sinks=0, recent=0)),
+    "ObservedAttentionPress": ({}, H2O(accumulate="mean"), TopK(sinks=0, recent=0)),
+    "TOVAPress": ({}, TOVA(), TopK(sinks=0, recent=1)),
+}
+
+
+def agrees(press_name: str, scorer: Any, case: Case) -> bool:
+    """Return whether a press and a scorer keep the same slots in every layer and head; equal scores may swap."""
+    settings, _, select = SAME[press_name]
+    model = case.model("eager" if press_name == "ObservedAttentionPress" else "sdpa")
+    press = make(press_name, settings, None)
+    press.compression_ratio = case.ratio
+    scores = _watched(press, 0)
+    full, theirs, ours = DynamicCache(), DynamicCache(), DynamicCache()
+    with press(model):
+        _read(model, case, theirs)
+    _read(model, case, full)
+    with Policy(name="zoo", score=scorer, budget=Budget(tokens=case.kept), select=select).on(model):
+        _read(model, case, ours)
+    layers = zip(scores, full.layers, theirs.layers, ours.layers, strict=True)
+    return all(_same(score, _found(one.keys, two.keys), torch.tensor(three.held)) for score, one, two, three in layers)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.length}")
+@pytest.mark.parametrize("press", SAME)
+def test_it_keeps_what_the_press_keeps(press: str, case: Case) -> None:
+    assert agrees(press, SAME[press][1], case)
+
+
+def test_the_comparison_sees_another_score() -> None:
+    assert not agrees("ObservedAttentionPress", H2O(accumulate="sum"), CASES[0])
+    assert not agrees("TOVAPress", H2O(accumulate="mean"), CASES[0])
