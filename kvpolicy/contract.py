@@ -21,14 +21,15 @@ CONTRACT = 1
 protocols in `kvpolicy.plugin`), and the names in `LayerView`, `Needs` and `Selection`. It rises when a plugin that kept
 to it would have to change. What is only added does not raise it."""
 
-KINDS = ("scorer", "combiner", "layers", "heads", "selector", "store")
-"""Scorers and combiners; layer and head budgets; selectors; stores."""
+KINDS = ("scorer", "combiner", "layers", "heads", "selector", "evicted", "store")
+"""Scorers and combiners; layer and head budgets; selectors; what becomes of the evicted; stores."""
 
 HOOKS = {
     "kvpolicy_scorers": "scorer",
     "kvpolicy_combiners": "combiner",
     "kvpolicy_budgets": "",  # each class says which with `stage`
     "kvpolicy_selectors": "selector",
+    "kvpolicy_evicted": "evicted",
     "kvpolicy_stores": "store",
     "kvpolicy_policies": "policy",
 }
@@ -39,6 +40,7 @@ WHAT = {
     "layers": "layer budget",
     "heads": "head budget",
     "selector": "selector",
+    "evicted": "treatment of the evicted",
     "store": "store",
     "policy": "policy",
 }
@@ -163,15 +165,19 @@ def fault(plugin: object, kind: str) -> str:
         return f"its `name` is {name!r}, not such as 'my-score' ({NAMES})"
     if not (issubclass(plugin, Callable) if isinstance(plugin, type) else callable(plugin)):  # type: ignore[arg-type]
         return "it has no `__call__`, which does its work"
+    if kind in ("scorer", "combiner", "evicted") and (wrong := _fault_of_needs(plugin)):
+        return wrong
     if kind in ("scorer", "combiner"):
-        return _fault_of_node(plugin)
+        return _fault_of_role(plugin)
+    if kind == "evicted":
+        return "" if _said(plugin, "stage") == "evicted" else "it has no `stage`, as in stage = 'evicted'"
     if kind == "selector":
         missing = [f"`{part}`" for part in ("protects", "protect") if _said(plugin, part) is NOTHING]
         return f"it has no {' and no '.join(missing)} (see kvpolicy.plugin.Selector)" if missing else ""
     return ""
 
 
-def _fault_of_node(plugin: object) -> str:
+def _fault_of_needs(plugin: object) -> str:
     needs = _said(plugin, "needs")
     if needs is NOTHING:
         return "it has no `needs`: what it reads, as in needs = kvpolicy.Needs(keys=True), or a property"
@@ -179,6 +185,10 @@ def _fault_of_node(plugin: object) -> str:
     later = isinstance(plugin, type) and hasattr(needs, "__get__") and not inspect.isroutine(needs)
     if not isinstance(needs, Needs) and not later:
         return f"its `needs` is {needs!r}, not a kvpolicy.Needs or a property that returns one"
+    return ""
+
+
+def _fault_of_role(plugin: object) -> str:
     role = _said(plugin, "role")
     if role is not NOTHING and role not in ROLES:
         return f"its `role` is {role!r}, not one of {', '.join(map(repr, ROLES))}"

@@ -97,6 +97,15 @@ class MissingModelError(KVPolicyError, ValueError):
     """A model's files or the package that carries them are not there."""
 
 
+def not_installed(what: str, package: str, extra: str) -> str:
+    """Return the message of an optional package that is not there: who needs it, and how to get it.
+
+    >>> not_installed("tuning", "Optuna", "tune")
+    "tuning needs Optuna, which is not installed. Install it:  pip install 'kvpolicy[tune]'"
+    """
+    return f"{what} needs {package}, which is not installed. Install it:  pip install 'kvpolicy[{extra}]'"
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the names closest to `name`, whatever their case, then all that exist.
 

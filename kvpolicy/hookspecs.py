@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pluggy
 
-from kvpolicy.plugin import Combiner, HeadBudget, LayerBudget, Scorer, Selector, Store
+from kvpolicy.plugin import Combiner, Evicted, HeadBudget, LayerBudget, Scorer, Selector, Store
 
 hookspec = pluggy.HookspecMarker("kvpolicy")
 hookimpl = pluggy.HookimplMarker("kvpolicy")
@@ -37,6 +37,11 @@ def kvpolicy_budgets() -> Iterable[type[LayerBudget] | type[HeadBudget]]:  # typ
 @hookspec
 def kvpolicy_selectors() -> Iterable[type[Selector]]:  # type: ignore[empty-body]
     """Return the selector classes this plugin offers."""
+
+
+@hookspec
+def kvpolicy_evicted() -> Iterable[type[Evicted]]:  # type: ignore[empty-body]
+    """Return the classes this plugin offers that say what becomes of the evicted."""
 
 
 @hookspec

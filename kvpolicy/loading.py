@@ -40,7 +40,7 @@ MARKER = "@kvpolicy.hookimpl"
 ALLOW = "KVPOLICY_PLUGINS"
 """The environment variable that names the distributions to load, comma-separated; unset: all; empty: none."""
 
-BUILTIN_ROOMS = ("scorers", "combiners", "budgets", "selectors", "store.settings", "policies")
+BUILTIN_ROOMS = ("scorers", "combiners", "budgets", "selectors", "evicted", "store.settings", "policies")
 
 
 @dataclass(frozen=True, eq=False)

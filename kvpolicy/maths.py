@@ -65,6 +65,24 @@ def newest(mask: Tensor, count: Tensor | int) -> Tensor:
     return mask & (mask.flip(-1).cumsum(-1).flip(-1) <= count)
 
 
+def noise(valid: Tensor, seed: int) -> Tensor:
+    """Return a number in [0, 1) for each slot of `valid`, bool ``[B, Hkv, T]``: float32 ``[B, Hkv, T]``.
+
+    From the seed, the head and the slot's place among the valid slots alone: padding and batch mates change nothing.
+
+    >>> mask = torch.tensor([[[True, True, True]], [[False, True, True]]])
+    >>> first, second = noise(mask, 0)[:, 0].tolist()
+    >>> first[:2] == second[1:]
+    True
+    """
+    _, heads, slots = valid.shape
+    generator = torch.Generator("cpu").manual_seed(seed)
+    # Slot by slot, so that the numbers of the first slots do not depend on how many follow.
+    drawn = torch.rand(slots, heads, generator=generator, dtype=torch.float32, device="cpu").T.to(valid.device)
+    place = (valid.cumsum(-1) - 1).clamp(min=0)
+    return drawn.expand(len(place), -1, -1).gather(-1, place)
+
+
 def from_zero(scores: Tensor, mask: Tensor) -> Tensor:
     """Return `scores` ``[B, Hkv, T]``, shifted up per head where one at a True slot of `mask` is below 0.
 

@@ -5,7 +5,8 @@ attributes say what it is:
 
 - ``name``: what a policy file calls it;
 - ``source``: paper and section or equation, or "kvpolicy" where it is ours;
-- ``formula``: one line of maths, shown by ``kvpolicy show``.
+- ``formula``: one line of maths, shown by ``kvpolicy show``;
+- ``cost``: time and memory, likewise; may be left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from kvpolicy.contract import RESERVED, fault
 from kvpolicy.errors import NOTHING, PluginError, Problem, SettingError, nearest
 from kvpolicy.fields import CHILD, core_schema, mentions
-from kvpolicy.types import LayerView, Modality, Needs, Selection
+from kvpolicy.types import LayerView, Merged, Modality, Needs, Selection
 
 T = TypeVar("T")
 
@@ -233,6 +234,27 @@ class Selector(Protocol):
 
 
 @runtime_checkable
+class Evicted(Protocol):
+    """What becomes of the slots of a layer that are not kept; ``stage = "evicted"``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stage(self) -> str: ...
+    @property
+    def needs(self) -> Needs: ...
+
+    def __call__(self, view: LayerView, selection: Selection, memory: Tensor | None) -> Merged | None:
+        """Return what the kept slots hold from now on; None where they stay as they are, and so does the memory.
+
+        Args:
+            view: the slots; those that are valid and not selected are evicted.
+            selection: the slots that are kept.
+            memory: what it returned as such at the layer's last eviction, for the rows of now; None before that.
+        """
+
+
+@runtime_checkable
 class Store(Protocol):
     """How the kept slots of a layer are held."""
 
@@ -294,7 +316,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def kind_of(cls: type) -> str:
-    """Return what kind of plugin a class is: "scorer", "combiner", "layers", "heads" or "selector"; "" where none.
+    """Return the kind of a plugin class: "scorer", "combiner", "layers", "heads", "selector" or "evicted"; else "".
 
     >>> from kvpolicy.selectors.top_k import TopK
     >>> kind_of(TopK)

@@ -1,6 +1,6 @@
 """`Policy`: a declared composition of plugins, and the pure decisions it makes from tensors.
 
-score tree -> budget (how many, per layer and head) -> select (which)
+score tree -> budget (how many, per layer and head) -> select (which) -> evicted (what becomes of the others)
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from torch import Tensor
 
 from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
 from kvpolicy.errors import PluginError, SettingError
+from kvpolicy.evicted.drop import Drop
 from kvpolicy.maths import newest
+from kvpolicy.merging import merged
 from kvpolicy.plugin import (
+    Evicted,
     HeadBudget,
     LayerBudget,
     Score,
@@ -31,7 +34,7 @@ from kvpolicy.plugin import (
 from kvpolicy.selectors.top_k import TopK
 from kvpolicy.store.settings import Plain
 from kvpolicy.tree import check, evaluate
-from kvpolicy.types import LayerView, Needs, Plan, Selection
+from kvpolicy.types import LayerView, Merged, Needs, Plan, Selection
 
 if TYPE_CHECKING:
     from kvpolicy.session import Session
@@ -96,13 +99,14 @@ class Decode:
 
 @settings
 class Policy:
-    """A declared eviction policy: score tree, budget, selector.
+    """A declared eviction policy: score tree, budget, selector, and what becomes of the evicted.
 
     Args:
         name: what reports call it.
         score: the score tree.
         budget: how many slots are kept.
         select: which slots are kept, given how many.
+        evicted: what becomes of the others.
         prefill: when a prompt that is read in chunks evicts: "whole", once all of it is read, or "chunks", after
             each, so that no more than budget and chunk are ever held.
         decode: eviction while decoding; without it, only prompts evict.
@@ -119,6 +123,7 @@ class Policy:
     score: Score
     budget: Budget
     select: Selector = Field(default_factory=TopK, kw_only=True)
+    evicted: Evicted = Field(default_factory=Drop, kw_only=True)
     prefill: Literal["whole", "chunks"] = "whole"
     decode: Decode | None = None
     store: Store = Field(default_factory=Plain, kw_only=True)
@@ -141,7 +146,7 @@ class Policy:
             raise SettingError(self.name, [(("budget", "heads", "by"), "value_error", message, "importance")])
 
     def _require_no_call(self, setting: str, expected: str, found: object) -> None:
-        reader = next((node for node in walk(self.score) if node.needs.call), None)
+        reader = next((node for node in (*walk(self.score), self.evicted) if node.needs.call), None)
         if reader is not None:
             why = f"with {reader!r}, which needs what the attention module is called with, there in one pass alone"
             raise SettingError(self.name, [((setting,), "value_error", f"{expected} {why}", found)])
@@ -153,9 +158,14 @@ class Policy:
 
     @property
     def needs(self) -> Needs:
-        """What the score tree and the selector read, all together."""
+        """What the score tree, the selector and the merging of the evicted read, all together."""
         of_select: Needs = getattr(self.select, "needs", Needs())
-        return of_select | needs_of(self.score)
+        return of_select | self.evicted.needs | needs_of(self.score)
+
+    @property
+    def merges(self) -> bool:
+        """Whether kept slots change by what is evicted."""
+        return not isinstance(self.evicted, Drop)
 
     @property
     def across_heads(self) -> bool:
@@ -240,6 +250,16 @@ class Policy:
         selection = self.select(view, scores, lengths)
         self._check_selection(selection, view, lengths)
         return selection
+
+    def merge(self, view: LayerView, selection: Selection, memory: Tensor | None) -> Merged | None:
+        """Return what the kept slots hold once the evicted are merged into them; None where they stay as they are.
+
+        Args:
+            view: the layer's slots.
+            selection: the slots that are kept.
+            memory: what this returned as such at the layer's last eviction; None before that.
+        """
+        return merged(self.evicted, view, selection, memory) if self.merges else None
 
     def _lengths(self, view: LayerView, scores: Tensor, tokens: Tensor, peers: HeadGroup | None) -> Tensor:
         """Return how many slots each head of `view` keeps, int64 ``[B, Hkv]``."""

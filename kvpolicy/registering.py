@@ -15,7 +15,8 @@ from kvpolicy.registry import registry
 
 WHAT_EACH_HAS = (
     "a scorer has `needs`, a combiner has Score or Scores fields, a budget has stage = 'layers' or 'heads', "
-    "a selector has `protect`; anything else comes as an object or a module with hooks (@kvpolicy.hookimpl)"
+    "a selector has `protect`, what becomes of the evicted has stage = 'evicted'; anything else comes as an object or "
+    "a module with hooks (@kvpolicy.hookimpl)"
 )
 
 
@@ -47,7 +48,7 @@ def register(*plugins: Any) -> Registration:
     place of the one before. Any other class of a name that is taken is refused.
 
     Args:
-        plugins: classes of scorers, combiners, budgets and selectors; or modules and other objects with hooks.
+        plugins: classes of every kind but stores; or modules and other objects with hooks.
 
     Raises:
         PluginError: when one of them is none, breaks its contract, raises, or has a name that is taken; then nothing

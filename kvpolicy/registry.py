@@ -53,7 +53,7 @@ class Registry:
         self._offers = offers
 
     def get(self, kind: str, name: str) -> Entry:
-        """Return the entry called `name`; `kind` is "score", "layers", "heads", "selector", "store" or "policy".
+        """Return the entry called `name`; `kind` is one of the places in `kvpolicy.contract.WHAT`.
 
         Raises:
             PolicyError: when there is none, with the nearest names.

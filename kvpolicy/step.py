@@ -58,6 +58,21 @@ class Attended:
 
 
 @dataclass(frozen=True)
+class Left:
+    """What an eviction leaves of the slots that attention has read, where the pass goes on after it.
+
+    Args:
+        kept: bool ``[B, H, T]``, which of them stay.
+        keys: ``[B, H, T, Dk]``, what they hold from now on; None where that is what they held.
+        values: ``[B, H, T, Dv]``, likewise.
+    """
+
+    kept: Tensor
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Step:
     """One update of one layer, as attention has to see it.
 
@@ -72,8 +87,8 @@ class Step:
         plain: whether the mask is nothing but causal order and padding, and every stored slot is visible.
         shared: whether the model derives what it attends to; None in the first pass, which shows it.
         cut: how many of the pass's queries come before it evicts, where it evicts in its middle; else None.
-        attended: called once attention has run; returns which of the slots that were there stay, bool
-            ``[B, Hkv, T]``, where the pass goes on after it evicts.
+        attended: called once attention has run; returns what is left of the slots that were there, where the pass
+            goes on after it evicts.
     """
 
     layer: int
@@ -86,7 +101,7 @@ class Step:
     plain: bool
     shared: bool | None
     cut: int | None
-    attended: Callable[[Attended], Tensor | None]
+    attended: Callable[[Attended], Left | None]
 
     def derived(self, keys: Tensor, values: Tensor) -> bool:
         """Return whether the model attends to keys or values derived from those handed to it."""

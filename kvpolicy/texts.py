@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pydoc_data.topics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvpolicy.errors import KVPolicyError
 
@@ -57,6 +57,18 @@ def contexts(tokenizer: Tokenizer, *, tokens: int, count: int, of: Iterable[str]
             "ask for fewer or shorter ones."
         )
     return found[:count]
+
+
+def too_many_unknown(tokenizer: Any, ids: Sequence[int]) -> int:
+    """Return how many tokens stand for words that the tokenizer does not know; 0 where they are a tenth at most.
+
+    Args:
+        tokenizer: one of transformers.
+        ids: of a text.
+    """
+    unknown = tokenizer.unk_token_id
+    count = 0 if unknown is None else list(ids).count(unknown)
+    return count if 10 * count > len(ids) else 0
 
 
 def unrepeated() -> list[str]:

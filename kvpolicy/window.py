@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """The last queries of each row, oldest first; those of rows that have fewer are -1 in `positions`.
+    """The last queries of each row, oldest first; of rows that have fewer, the first are -1 in `positions`.
 
     Args:
         queries: ``[B, Hq, W, Dk]``.
@@ -27,7 +27,7 @@ class Window:
 
     def before(self, end: int) -> Window:
         """Return the window without the queries of tokens from `end` on."""
-        return Window(self.queries, self.positions.where(self.positions < end, -1))
+        return _last(self.queries, self.positions.where(self.positions < end, -1), self.positions.shape[1])
 
 
 def extend(window: Window | None, query: Tensor, visible: Tensor | None, start: int, size: int) -> Window:
@@ -36,20 +36,27 @@ def extend(window: Window | None, query: Tensor, visible: Tensor | None, start: 
     Args:
         window: those of the passes before, or None.
         query: ``[B, Hq, q, Dk]`` of this pass.
-        visible: bool ``[B, start + q]`` or wider, False for padding, or None.
+        visible: bool ``[B, start + q]`` or wider, False for padding; None where none of this pass's tokens is padding.
         start: the position of the first of them.
         size: how many to keep.
     """
     batch, _, length, _ = query.shape
     positions = torch.arange(start, start + length, device=query.device).expand(batch, -1)
-    if visible is not None:
-        positions = positions.where(visible[:, start : start + length].to(query.device), -1)
-    else:
+    if visible is None:
         query, positions = query[:, :, -size:], positions[:, -size:]
-    if window is not None:
-        query = torch.cat([window.queries, query], dim=2)
-        positions = torch.cat([window.positions, positions], dim=1)
-    # Ascending, and so oldest first, with what is missing in front. A copy: a slice would pin every query there was.
+    else:
+        positions = positions.where(visible[:, start : start + length].to(query.device), -1)
+    # A copy: a slice would pin every query there was.
+    window = Window(query[:, :, :0], positions[:, :0]) if window is None else window
+    query, positions = torch.cat([window.queries, query], dim=2), torch.cat([window.positions, positions], dim=1)
+    if visible is None:
+        # In order already.
+        return Window(query[:, :, -size:], positions[:, -size:])
+    return _last(query, positions, size)
+
+
+def _last(queries: Tensor, positions: Tensor, size: int) -> Window:
+    # Ascending, and so oldest first, with what is missing in front.
     last = positions.argsort(dim=-1, stable=True)[:, -size:]
-    index = last[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
-    return Window(query.gather(2, index), positions.gather(1, last))
+    index = last[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+    return Window(queries.gather(2, index), positions.gather(1, last))

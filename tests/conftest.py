@@ -13,7 +13,8 @@ from sweeps import GRID, as_workers, saved
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpolicy import models
-from kvpolicy.eval.cells import Cell, run_cell
+from kvpolicy.eval.cells import Cell
+from kvpolicy.eval.sweep import sweep_here
 from kvpolicy.eval.worker import BenchSpec
 from kvpolicy.loading import ALLOW
 from kvpolicy.registry import loaded
@@ -79,7 +80,6 @@ def cells(spec: BenchSpec) -> list[Cell]:
 @pytest.fixture(scope="module")
 def here(spec: BenchSpec, cells: list[Cell], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the results of this process."""
-    folder, bench = tmp_path_factory.mktemp("here"), spec.bench()
-    for cell in cells:
-        run_cell(cell, folder, bench)
+    folder = tmp_path_factory.mktemp("here")
+    sweep_here(cells, folder, spec.bench())
     return folder

@@ -189,6 +189,21 @@ def test_a_picture_is_measured_apart(family: str) -> None:
     assert own.cosine[0] == pytest.approx(cosine_redundancy(view.values, mask)[0].tolist())
 
 
+def test_what_is_of_too_few_slots_is_left_out_and_said() -> None:
+    model = tiny_model("llava")
+    notes = []
+    for words in (11, 10):  # 4 of them sinks, and behind the picture 8 recent ones
+        given = prompt(model, [[words, "image", 8]])
+        inputs = {"input_ids": given.ids, "attention_mask": given.mask, **given.pictures}
+        found = analyze(model, inputs, [load("snapkv")])
+        measured = [one.slots for one in found.likeness if one.of == "keys"]
+        notes.append((measured, [note for note in found.notes if "slots" in note]))
+    assert notes == [
+        (["all", "image"], ["text: 7 slots are too few to say how alike they are; 8 would do"]),
+        (["all", "image"], ["text: 6 slots are too few to say how alike they are; 8 would do"]),
+    ]
+
+
 def test_the_result_is_plain_data() -> None:
     model = tiny()
     found = analyze(model, IDS, [load("snapkv"), load("random")], tokens=[f"<{each}>" for each in IDS], name="tiny")
@@ -207,7 +222,7 @@ def test_the_result_is_plain_data() -> None:
     [
         (IDS.view(2, 60), {}, "inputs: expected one prompt without padding, got 2 rows"),
         ({"input_ids": IDS, "attention_mask": (IDS > 9).long()}, {}, "one prompt without padding, got padding"),
-        (IDS[:13], {}, "expected a prompt of more than 13 tokens, got 13"),
+        (IDS[:19], {}, "expected a prompt of 20 tokens or more, got 19"),
         (IDS, {"tokens": ["one"]}, "tokens: expected the text of each of 120 tokens, got 1"),
         (IDS, {"policies": []}, "policies: expected one or more, each with a name of its own, got none"),
         (IDS, {"policies": [load("snapkv")] * 2}, "got 'snapkv' more than once"),
@@ -220,7 +235,7 @@ def test_what_cannot_be_analysed(given: Any, settings: dict[str, Any], message: 
 
 
 def test_the_shortest_prompt() -> None:
-    assert analyze(tiny(), IDS[:14], [load("snapkv")]).kept[0].votes == [6] * 14
+    assert analyze(tiny(), IDS[:20], [load("snapkv")]).kept[0].votes == [6] * 20
 
 
 def test_inputs_that_are_none() -> None:

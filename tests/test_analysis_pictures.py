@@ -186,7 +186,7 @@ def test_the_report_shows_what_is_kept_on_the_pictures(folder: Path, tmp_path: P
     options = (*images, "--prompt", "one <image>two <image>three", "--model", str(folder), "--dtype", dtype)
     code, printed, _ = call(*options, "--out", str(tmp_path))
     assert code == 0
-    assert "note:" not in printed
+    assert "not drawn on the images" not in printed
     report = (tmp_path / "report.html").read_text()
     assert "45 tokens (13 text, 32 image)" in report
     assert "What is kept of image 2" in report and "What is kept of image 3" not in report

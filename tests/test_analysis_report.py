@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import importlib.util
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -203,6 +205,19 @@ def test_the_command_writes_a_report(folder: Path, tmp_path: Path) -> None:
     assert json.loads(printed) == data
 
 
+def test_a_full_disk_leaves_the_report_of_before(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    names = ("analysis.json", "report.html")
+    for name in names:
+        (tmp_path / name).write_text("before")
+    monkeypatch.setattr("kvpolicy.files.os.fsync", full)
+    error = refused("--prompt", TEXT, "--budget", "40", "--model", str(folder), "--out", str(tmp_path))
+    assert error.endswith("No space left on device")
+    assert [(tmp_path / name).read_text() for name in names] == ["before", "before"]
+
+
 def test_a_question_comes_behind_the_text(folder: Path) -> None:
     _, printed, _ = call("--prompt", TEXT, "--question", "Why?", "--model", str(folder), "--budget", "40", "--json")
     assert "".join(json.loads(printed)["tokens"]) == f"{TEXT.rstrip()}\n\nWhy?"
@@ -227,13 +242,20 @@ def test_wrong_options_are_one_message_each(folder: Path, tmp_path: Path, monkey
     assert "expected text in --prompt" in refused("--prompt", " ")
     assert "--policies: expected names" in refused("--prompt", TEXT, "--policies", ",")
     assert "snapkw" in refused("--prompt", TEXT, "--policies", "snapkw")
+    assert "--budget: policy 'snapkv': budget.tokens" in refused("--prompt", TEXT, "--budget", "3")
     assert "'snapkv' more than once" in refused("--prompt", TEXT, "--policies", "snapkv,snapkv", *model)
-    assert "more than 13 tokens, got 5" in refused("--prompt", "short", *model)
+    assert "a prompt of 20 tokens or more, got 5" in refused("--prompt", "short", *model)
     (tmp_path / "file").write_text("")
     assert "--out: expected a folder" in refused("--prompt", TEXT, "--out", str(tmp_path / "file"))
     assert "--out: expected a folder" in refused("--prompt", TEXT, "--out", str(tmp_path / "file" / "below"))
     without_matplotlib(monkeypatch)
     assert "pip install 'kvpolicy[eval]'" in refused("--prompt", TEXT, "--out", str(tmp_path))
+
+
+def test_words_that_the_model_does_not_know_are_refused() -> None:
+    words = "The quick brown fox jumps over the lazy dog and runs away from here, as many a fox does"
+    says = "--model: expected one that knows the words of the text, got one to which 17 of 20 are unknown: choose"
+    assert says in refused("--prompt", words, "--policies", "snapkv-w8", "--model", "tiny-llava")
 
 
 def test_a_policy_that_cannot_run_on_the_model_is_named(folder: Path, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_window_follows_rows_and_forgets_what_was_taken_back() -> None:
     window = extend(None, numbered(6) + torch.tensor([0.0, 100.0]).view(2, 1, 1, 1), None, start=0, size=3)
     rows = window.take_rows(torch.tensor([1, 1, 0]))
     assert rows.queries[:, 0, 0, 0].tolist() == [103, 103, 3]
-    assert window.before(5).positions.tolist() == [[3, 4, -1]] * 2
+    assert window.before(5).positions.tolist() == [[-1, 3, 4]] * 2
     assert extend(window.before(5), numbered(1, 9), None, start=9, size=2).positions.tolist() == [[4, 9]] * 2
 
 

@@ -67,6 +67,7 @@ def test_list_as_json() -> None:
         ("combiners", {"combiner"}),
         ("budgets", {"layers", "heads"}),
         ("selectors", {"selector"}),
+        ("evicted", {"evicted"}),
         ("stores", {"store"}),
         ("policies", {"policy"}),
         ("scorer", {"scorer"}),
@@ -81,7 +82,7 @@ def test_list_one_kind(kind: str, kinds: set[str]) -> None:
 def test_list_of_something_else_names_what_there_is() -> None:
     assert refused("list", "scores") == (
         "error: expected a kind, got 'scores'. Did you mean 'scorers' or 'stores' or 'selectors'? "
-        "Known: budgets, combiners, policies, scorers, selectors, stores.\n"
+        "Known: budgets, combiners, evicted, policies, scorers, selectors, stores.\n"
     )
 
 
@@ -325,8 +326,16 @@ def test_run_generates_and_reports(smollm2: Any, tmp_path: Path, monkeypatch: py
             None,
             "--budget: expected whole slots (512) or a share (0.25), got 'many'",
         ),
-        (["--prompt", "a", "--budget", "3"], None, "argument budget=: budget.tokens: expected at least the 12 slots"),
-        (["--prompt", "a", "--budget", "1.5"], None, "argument budget=: budget.keep: expected a number less than or"),
+        (
+            ["--prompt", "a", "--budget", "3"],
+            None,
+            "--budget: policy 'ecokv-snapkv': budget.tokens: expected at least the 12 slots",
+        ),
+        (
+            ["--prompt", "a", "--budget", "1.5"],
+            None,
+            "--budget: policy 'ecokv-snapkv': budget.keep: expected a number less than or equal to 1, got 1.5",
+        ),
         (["--prompt", "a", "--policy", "snapkb"], None, "unknown policy 'snapkb'. Did you mean 'snapkv'"),
         (["--prompt", "a", "--model", "/nowhere"], None, "cannot load the model '/nowhere'"),
     ],

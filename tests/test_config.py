@@ -260,7 +260,7 @@ def test_a_dump_is_full_and_in_order() -> None:
         {"select": {"recent": 2}, "budget": {"heads": "adaptive", "keep": 0.5}, "score": "snapkv", "name": "mine"}
     )
     dumped = dump(policy)
-    assert list(dumped) == ["name", "description", "score", "budget", "select", "prefill", "decode", "store"]
+    assert list(dumped) == ["name", "description", "score", "budget", "select", "evicted", "prefill", "decode", "store"]
     assert dumped["score"] == {"type": "snapkv", "window": 32, "kernel": 5, "pooling": "avg"}
     heads = {"type": "adaptive", "floor": 0.2, "by": "score"}
     assert dumped["budget"] == {"keep": 0.5, "layers": "uniform", "heads": heads}

@@ -50,6 +50,7 @@ SETTINGS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("combiner", "caote"): [{"importance": ValueNorm()}, {"importance": ValueNorm(), "fast": True}],
     ("combiner", "r-kv"): [{"importance": ValueNorm()}],
     ("combiner", "critical-kv"): [{"importance": ValueNorm()}, {"importance": ValueNorm(), "first": 4}],
+    ("combiner", "text-prior"): [{"importance": ValueNorm()}],
     ("combiner", "by-modality"): [{"inside": CosineDiversity(), "outside": KeyNorm()}],
     ("heads", "adaptive"): [{}, {"floor": 0.5, "by": "importance"}],
     ("layers", "schedule"): [{}, {"shape": "cosine", "first": 0.25}],
@@ -85,7 +86,9 @@ def built_in() -> list[tuple[Any, dict[str, str] | None]]:
     """Return an instance of every plugin of the registry under each of its settings, and what it need not pass."""
     found = []
     for entry in registry().entries():
-        if entry.kind in ("scorer", "combiner", "layers", "heads", "selector", "evicted") and entry.origin.startswith("kvpolicy "):
+        if entry.kind in ("scorer", "combiner", "layers", "heads", "selector", "evicted") and entry.origin.startswith(
+            "kvpolicy "
+        ):
             each = SETTINGS.get((entry.kind, entry.name), [{}])
             found += [(entry.value(**given), EXPECTED.get(entry.name)) for given in each]
     return found

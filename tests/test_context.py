@@ -761,3 +761,18 @@ def test_the_logits_of_a_model_that_keeps_positions_elsewhere() -> None:
         got = [fork.logits(question)[:, -1], fork.logits(want.sequences[:, :1])[:, -1]]
     # `generate` rounds its logits to float32.
     torch.testing.assert_close(torch.stack(got).float(), torch.stack(want.logits), rtol=1e-6, atol=1e-6)
+
+
+def test_a_loaded_context_of_padded_rows_answers_bit_for_bit(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Heads of different length: the mask of what was padding has to be known, or they are attended to another way."""
+    ids = torch.randint(3, 120, (2, 50), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    policy = kvpolicy.load("ada-kv", budget=40)
+    context = policy.compress(model, {"input_ids": ids, "attention_mask": mask})
+    context.save(tmp_path / "padded.safetensors")
+    answers = []
+    for one in (context, kvpolicy.load_context(tmp_path / "padded.safetensors", model)):
+        with one.fork() as fork:
+            answers.append(torch.stack([fork.logits(torch.tensor([token])) for token in (5, 6, 7)]))
+    assert torch.equal(*answers)

@@ -20,11 +20,12 @@ from kvpolicy import load
 from kvpolicy.config import to_yaml
 from kvpolicy.eval.answer import answer, match, prompt
 from kvpolicy.eval.bench import Bench
-from kvpolicy.eval.cells import Cell, ResultError, result_path, run_cell, write_whole
+from kvpolicy.eval.cells import Cell, ResultError, measure, result_path, write_whole
 from kvpolicy.eval.drift import drift, evicted_logits, full_logits, perplexity
 from kvpolicy.eval.grid import Grid, policies, shard, without_weight
 from kvpolicy.eval.readings import Readings
 from kvpolicy.eval.results import read_result, read_results
+from kvpolicy.eval.sweep import sweep_here
 from kvpolicy.eval.tasks.example import Question
 from kvpolicy.eval.tasks.files import load_tasks
 from kvpolicy.eval.tasks.haystack import TaskError
@@ -110,7 +111,7 @@ def test_strings_match_whatever_their_case(text: str, whole: float, part: float)
 
 def test_drift_is_that_of_the_same_policy_and_text(tmp_path: Path) -> None:
     made = cell("snapkv", "drift")
-    assert run_cell(made, tmp_path, bench())
+    assert sweep_here([made], tmp_path, bench())
     policy, model = load("snapkv", budget=80), bench().model
     examples = bench().examples(load_tasks("drift", SMALL)[0], 0)
     for line, each in zip(read_result(result_path(made, tmp_path)).examples, examples, strict=True):
@@ -131,12 +132,11 @@ def test_drift_is_that_of_the_same_policy_and_text(tmp_path: Path) -> None:
         assert full == pytest.approx(float(by_torch), rel=1e-5)
 
 
-def test_examples_without_finite_scores_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_without_finite_scores_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made = cell("snapkv", "drift")
     monkeypatch.setattr("kvpolicy.eval.bench.perplexity", lambda *_: float("nan"))
     with pytest.raises(ResultError, match="snapkv, drift, example 0: perplexity is nan"):
-        run_cell(made, tmp_path, bench())
-    assert list(tmp_path.iterdir()) == []
+        measure(made, bench())
 
 
 # The result file
@@ -145,7 +145,7 @@ def test_examples_without_finite_scores_are_an_error(tmp_path: Path, monkeypatch
 def test_a_result_holds_what_it_takes_to_repeat_it(tmp_path: Path) -> None:
     made = cell("ecokv", seed=3)
     steps = []
-    assert run_cell(made, tmp_path, bench(), advance=lambda: steps.append(1))
+    assert sweep_here([made], tmp_path, bench(), advance=lambda: steps.append(1))
     assert [path.name for path in tmp_path.iterdir()] == [f"{made.name}.jsonl"]
     found = read_result(result_path(made, tmp_path))
     assert found.cell == made
@@ -165,16 +165,16 @@ def test_the_mode_says_whether_the_question_is_in_view(tmp_path: Path) -> None:
     made = grid("snapkv", tasks="odd-one-out", modes=("query-agnostic", "query-aware")).cells(bench())
     held = []
     for each in made:
-        run_cell(each, tmp_path, bench())
+        sweep_here([each], tmp_path, bench())
         held.append([line["bytes_full"] for line in read_result(result_path(each, tmp_path)).examples])
     assert all(aware > agnostic for agnostic, aware in zip(*held, strict=True))  # by the question
 
 
 def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     made = cell("snapkv")
-    assert run_cell(made, tmp_path, bench())
+    assert sweep_here([made], tmp_path, bench())
     before = result_path(made, tmp_path).stat().st_mtime_ns
-    assert not run_cell(made, tmp_path, bench())
+    assert not sweep_here([made], tmp_path, bench())
     assert result_path(made, tmp_path).stat().st_mtime_ns == before
 
 
@@ -182,7 +182,7 @@ def test_measuring_again_gives_the_same(tmp_path: Path) -> None:
     made = cell("ecokv")
     results = []
     for name in ("one", "two"):
-        run_cell(made, tmp_path / name, bench())
+        sweep_here([made], tmp_path / name, bench())
         results.append(read_result(result_path(made, tmp_path / name)).examples)
     assert results[0] == results[1]
 
@@ -197,10 +197,10 @@ def test_another_cell_has_another_name(change: dict[str, Any]) -> None:
     assert Cell(**json.loads(json.dumps(dataclasses.asdict(made)))).name == made.name
 
 
-def test_examples_of_another_text_are_refused(tmp_path: Path) -> None:
+def test_examples_of_another_text_are_refused() -> None:
     other = Bench("tiny", bench().model, letters(), ["Sheep graze on green hills. " * 100])
     with pytest.raises(ResultError, match="expected the examples it was made with"):
-        run_cell(cell("snapkv"), tmp_path, other)
+        measure(cell("snapkv"), other)
 
 
 @contextmanager
@@ -232,10 +232,9 @@ def test_an_interrupt_loses_no_finished_cell(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        for each in cells:
-            run_cell(each, tmp_path, bench(), advance=interrupt)
+        sweep_here(cells, tmp_path, bench(), advance=interrupt)
     assert [path.name for path in tmp_path.iterdir()] == [f"{cells[0].name}.jsonl"]
-    assert [run_cell(each, tmp_path, bench()) for each in cells] == [False, True, True, True]
+    assert sweep_here(cells, tmp_path, bench()) == 3
     assert len(read_results(tmp_path)) == 4
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import re
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 from benches import bench, letters
 from browser import needs_chromium, show
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvpolicy import load, models
@@ -20,10 +24,12 @@ from kvpolicy.analysis.plots import COLOURS
 from kvpolicy.cli import app
 from kvpolicy.config import dump
 from kvpolicy.eval import plots
-from kvpolicy.eval.cells import Cell, ResultError, write_whole
+from kvpolicy.eval.bench import Bench
+from kvpolicy.eval.cells import Cell, ResultError, measure, write_whole
+from kvpolicy.eval.grid import OF_PICTURES
 from kvpolicy.eval.page import page
 from kvpolicy.eval.results import Result, read_result, read_results
-from kvpolicy.eval.show import notes
+from kvpolicy.eval.show import notes, terminal
 from kvpolicy.eval.statistics import interval
 from kvpolicy.eval.table import Row, tables
 
@@ -165,6 +171,54 @@ def test_an_unknown_baseline_is_refused() -> None:
         tables([SNAP, ECO], "snapkb")
 
 
+# What a folder lacks
+
+
+def lacking(*results: Result) -> dict[str, str]:
+    """Return what each table says that it lacks."""
+    says = "not in the folder, of what its policies and budgets make: "
+    return {
+        table.title: note.removeprefix(says)
+        for table in tables(results)
+        for note in notes(table)
+        if note.startswith(says)
+    }
+
+
+def test_a_table_names_what_some_but_not_all_have() -> None:
+    whole = [FULL, MORE, ECO, SNAP, result("snapkv", [1, 1, 1, 0], budget=128)]
+    assert lacking(*whole) == {}
+    assert lacking(*whole[1:]) == {}  # nothing there says that the full cache was asked for
+    assert lacking(*whole[:4]) == {"niah-single, query-aware": "snapkv at 128"}
+    assert lacking(MORE, ECO, result("snapkv", [1], budget=96)) == {
+        "niah-single, query-aware": "ecokv at 96; snapkv at 64, at 128"
+    }
+    assert lacking(MORE, SNAP) == {"niah-single, query-aware": "ecokv at 64; snapkv at 128"}
+    # snapkv protects 36 slots: no command makes it at 20.
+    assert lacking(result("random", [0], budget=20), result("random", [0]), SNAP) == {}
+
+
+def test_gaps_are_of_each_task_mode_and_seed() -> None:
+    drift = {"task": {"task": "drift", "length": 200}, "mode": "query-agnostic"}
+    agnostic = result("snapkv", [0], mode="query-agnostic")
+    assert lacking(FULL, SNAP, ECO, agnostic, result("snapkv", [0], **drift)) == {
+        "drift, query-agnostic": "full; ecokv at 64",
+        "niah-single, query-agnostic": "ecokv at 64",
+    }
+    second = {"seed": 1, "examples": "f"}
+    assert lacking(SNAP, ECO, result("snapkv", [0], **second)) == {"niah-single, query-aware": "ecokv at 64 (seed 1)"}
+    # Another model is another grid.
+    assert lacking(SNAP, result("ecokv", [0], model="other")) == {}
+
+
+def test_a_policy_of_pictures_is_not_missing_elsewhere() -> None:
+    pictures = {"task": {"task": "pictures", "length": 200}}
+    alone = load(OF_PICTURES, budget=64)
+    of_pictures = result("snapkv", [1], **pictures)
+    other = dataclasses.replace(of_pictures, cell=dataclasses.replace(of_pictures.cell, policy=dump(alone)))
+    assert lacking(SNAP, of_pictures, other) == {}
+
+
 # Result files
 
 
@@ -206,11 +260,54 @@ def test_a_damaged_file_is_refused(tmp_path: Path, old: str, new: str, message: 
         read_results(tmp_path)
 
 
+def test_a_file_with_too_few_examples_is_refused(tmp_path: Path) -> None:
+    task = {"task": "niah-single", "length": 200, "samples": 5}
+    path = save(result("snapkv", [0, 1, 0, 0], task=task), tmp_path)
+    with pytest.raises(ResultError, match=rf"{path}: it is damaged: expected 5 examples, got 4\. Remove it"):
+        read_results(tmp_path)
+    path.unlink()
+    # Of a user's own, there may be fewer than asked for.
+    save(result("snapkv", [0, 1], task={"task": "examples", "file": "a.jsonl", "samples": 5}), tmp_path)
+    assert len(read_results(tmp_path)) == 1
+
+
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = save(SNAP, tmp_path)
     path.write_bytes(path.read_bytes() + b"\xff")
     with pytest.raises(ResultError, match="cannot be read"):
         read_results(tmp_path)
+
+
+# In a terminal
+
+
+def drawn(*results: Result, width: int) -> list[str]:
+    """Return the lines of a table in a terminal so wide."""
+    console = Console(file=StringIO(), width=width, record=True)
+    for part in terminal(tables(results, "snapkv")[0], "snapkv", width):
+        console.print(part)
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize(("width", "parts"), [(80, 3), (230, 1), (260, 1)])
+def test_a_table_fits_into_a_terminal_and_is_whole(width: int, parts: int) -> None:
+    three = {"kl": False, "agreement": True, "perplexity": False}
+    found = []
+    for one in (FULL, MORE, SNAP, result("ecokv-values-snapkv", [0, 1, 1, 1])):
+        named = {**one.cell.policy, "name": f"{one.cell.policy['name']}, no redundancy weight"}
+        cell = one.cell if one is SNAP else dataclasses.replace(one.cell, policy=named)
+        examples = [{**line, "scores": dict.fromkeys(three, 12.345)} for line in one.examples]
+        found.append(Result({**one.header, "scores": three}, cell, examples))
+    lines = drawn(*found, width=width)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width and "…" not in text
+    assert sum("┡" in line for line in lines) == parts
+    # Nothing is broken but headings and names, and these between words.
+    assert text.count("[12.345, 12.345]") == 3 * 4
+    assert text.count("[+0.000, +0.000]") == 3 * 2
+    assert text.count("ecokv-values-snapkv,") == parts
+    assert ("examples" in text) == (parts == 1)
+    assert any("ecokv-values-snapkv, no redundancy weight" in line for line in lines) == (width == 260)
 
 
 # The page
@@ -348,11 +445,35 @@ def test_a_text_of_ones_own(tiny_model: None, tmp_path: Path) -> None:
     assert len({each.cell.examples for each in read_results(out)} - own) == 1
 
 
+def test_a_cell_that_fails_is_said_after_all_others(
+    tiny_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cell: Cell, bench: Bench, **options: Any) -> Any:
+        if cell.policy["name"] == "random":
+            raise RuntimeError("out of memory")
+        return measure(cell, bench, **options)
+
+    monkeypatch.setattr("kvpolicy.eval.sweep.measure", fail)
+    code, out, err = call(*EVAL, "--tasks", "drift", "--out", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: 2 of 7 cells were not measured; the others are in {tmp_path}. The same command")
+    assert "random (tokens 80), drift, query-agnostic" in err and "RuntimeError: out of memory" in err
+    assert {one.cell.policy["name"] for one in read_results(tmp_path)} == {
+        "full",
+        "snapkv",
+        "ecokv-snapkv, no redundancy weight",
+    }
+
+    monkeypatch.undo()
+    monkeypatch.setattr(models, "load", lambda *_, **__: (bench().model, letters()))
+    assert call(*EVAL, "--tasks", "drift", "--out", str(tmp_path))[1].startswith("2 cells measured, 5 there before")
+
+
 def test_an_interrupt_says_how_to_go_on(tiny_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvpolicy.eval.cells.run_cell", interrupt)
+    monkeypatch.setattr("kvpolicy.eval.sweep.measure", interrupt)
     code, out, err = call(*EVAL, "--tasks", "drift", "--out", str(tmp_path))
     assert (code, out) == (130, "")
     assert f"What was finished is in {tmp_path}; the same command goes on from there." in err
@@ -366,8 +487,12 @@ def test_an_interrupt_says_how_to_go_on(tiny_model: None, tmp_path: Path, monkey
         (("--shard", "one"), "--shard: expected I/N"),
         (("--policies", "snapkw"), "snapkw"),
         (("--policies", ","), "--policies: expected at least one"),
-        (("--budgets", "some"), "some"),
-        (("--budgets", "4"), "expected at least the"),
+        (("--budgets", "some"), "--budgets: expected whole slots (512) or a share (0.25), got 'some'"),
+        (("--budgets", "20"), "--budgets: policy 'snapkv': budget.tokens: expected at least the 36 slots"),
+        (
+            ("--budgets", "3"),
+            "--budgets: policy 'random', part of every table: budget.tokens: expected at least the 12",
+        ),
         (("--tasks", "nih"), "unknown task 'nih'"),
         (("--text", "/nowhere.txt"), "cannot read '/nowhere.txt'"),
         (("--out", "/dev/null/results"), "--out: expected a folder"),
@@ -390,8 +515,26 @@ def test_report_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plots, "find_spec", lambda _: None)
     code, _, err = call("report", str(tmp_path), "--html", "page.html")
     assert code == 2
-    assert "pip install 'kvpolicy[eval]'" in err
+    assert err == (
+        "error: --html: drawing the plots needs matplotlib, which is not installed. Install it:  "
+        "pip install 'kvpolicy[eval]'\n"
+    )
     assert call("report", str(tmp_path))[0] == 0
+
+
+def full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_the_page_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(SNAP, tmp_path)
+    html = tmp_path / "page.html"
+    html.write_text("before")
+    monkeypatch.setattr("kvpolicy.files.os.fsync", full_disk)
+    code, out, err = call("report", str(tmp_path), "--html", str(html))
+    assert (code, out) == (2, "")
+    assert err == f"error: --html: cannot write '{html}': No space left on device\n"
+    assert html.read_text() == "before"
 
 
 def test_a_table_says_how_little_it_is_and_that_the_model_cannot_do_the_task() -> None:
@@ -400,4 +543,8 @@ def test_a_table_says_how_little_it_is_and_that_the_model_cannot_do_the_task() -
     (unable,) = tables([result("full", [0] * 8, budget=None, mode="either"), result("snapkv", [0] * 7 + [1])])
     assert [note.partition(":")[0] for note in notes(unable)] == ["string_match_all is 0 with the full cache"]
     assert "Note: string_match_all is 0 with the full cache" in page([unable], [FULL], None)
+    (partial,) = tables([FULL, MORE, SNAP])
+    assert "Note: not in the folder, of what its policies and budgets make: ecokv at 64; snapkv at 128." in page(
+        [partial], [FULL], None
+    )
     assert notes(tables([result("full", [1] * 8, budget=None, mode="either"), result("snapkv", [0] * 8)])[0]) == []

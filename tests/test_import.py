@@ -16,7 +16,7 @@ from kvpolicy.errors import UnsupportedVersionError
 PACKAGE = Path(kvpolicy.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
-STAGES = {"capture", "scorers", "combiners", "budgets", "selectors", "store", "attend"}
+STAGES = {"capture", "scorers", "combiners", "budgets", "selectors", "evicted", "store", "attend"}
 SHARED = {
     "attention",
     "blocks",
@@ -35,6 +35,7 @@ LIBRARIES = {"torch", "einops", "pydantic", "annotated_types"}
 MAY_IMPORT_TRANSFORMERS = {
     "analysis",
     "attend",
+    "bench",
     "capture",
     "compat",
     "integrations",

@@ -314,8 +314,8 @@ def test_without_the_harness_it_says_what_to_install() -> None:
     )
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1] == (
-        "error: kvpolicy.integrations.lm_eval: expected lm-eval, got no module 'lm_eval.api'. "
-        "Run: pip install 'kvpolicy[lm-eval]'"
+        "error: kvpolicy.integrations.lm_eval needs the module 'lm_eval.api', which is not installed. "
+        "Install it:  pip install 'kvpolicy[lm-eval]'"
     )
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -397,8 +399,8 @@ def test_without_the_harness_it_says_what_to_install() -> None:
     )
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1] == (
-        "error: kvpolicy.integrations.lmms_eval: expected lmms-eval, got no module 'lmms_eval.api'. "
-        "Run: pip install 'kvpolicy[lmms-eval]'"
+        "error: kvpolicy.integrations.lmms_eval needs the module 'lmms_eval.api', which is not installed. "
+        "Install it:  pip install 'kvpolicy[lmms-eval]'"
     )
 
 
@@ -408,3 +410,24 @@ def test_importing_kvpolicy_does_not_import_the_harness() -> None:
         "import kvpolicy.integrations.lmms_eval\nkvpolicy.load('snapkv')\nprint('lmms_eval' in sys.modules)"
     )
     assert run(code).stdout.strip() == "False"
+
+
+@pytest.mark.slow
+def test_the_page_has_a_task_that_needs_no_network(tmp_path: Path) -> None:
+    page = (Path(kvpolicy.__file__).parents[1] / "docs" / "lmms-eval.md").read_text()
+    files = re.findall(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in files] == ["rows.py", "words.py", "drawn.yaml"]
+    for name, text in files:
+        (tmp_path / name).write_text(text)
+    found = re.search(r"^python rows\.py\n(python .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    for command in ("python rows.py", found[1].replace("\\\n", "")):
+        _, *arguments = shlex.split(command)
+        ended = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+    (file,) = (tmp_path / "results").rglob("*_results.json")
+    written = json.loads(file.read_text())
+    # By chance one in six is right, and more than eight of 20 once in 350 times.
+    assert written["results"]["drawn"]["exact_match,none"] > 0.4
+    assert written["throughput"]["avg_kept_contexts"] == 20
+    assert written["throughput"]["avg_kept_slots"] == 20 * 64

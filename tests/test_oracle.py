@@ -74,8 +74,9 @@ def check(
     """Compare; where the plan is not `pure`, with the slots that the evicted cache holds."""
     got, cache = evicted(model, policy, prompt, pieces, mask)
     kept = oracle.plan(policy, model, prompt, mask) if pure else held(evicted(model, policy, prompt, [], mask)[1])
-    want = oracle.logits(model, prompt, pieces, kept, mask)
-    exact = oracle.logits(copy.deepcopy(model).double(), prompt, pieces, kept, mask)
+    merged = oracle.merges(policy, model, prompt, kept, mask) if policy.merges else ()
+    want = oracle.logits(model, prompt, pieces, kept, mask, merged)
+    exact = oracle.logits(copy.deepcopy(model).double(), prompt, pieces, kept, mask, merged)
     full = oracle.logits(model, prompt, pieces, None, mask)
     assert rms(got - exact) <= 1.5 * rms(want - exact)
     # A test that evicts nothing proves nothing.

@@ -308,6 +308,7 @@ def test_notes_say_what_a_reader_would_not_expect(folder: Path, arguments: tuple
         (("--model", "no/where"), "cannot read the config of 'no/where'"),
         (("--gpu", "h1000"), "expected a size, such as 24GB, or a name, got 'h1000'. Did you mean 'h100'"),
         (("--bandwidth", "100"), "--bandwidth: expected --gpu with it, got none"),
+        (("--budget", "3"), "--budget: policy 'ecokv-snapkv': budget.tokens: expected at least the 12 slots"),
         (("--budget", "half"), "--budget: expected whole slots (512) or a share (0.25), got 'half'"),
         (("--policy", "snapkw"), "Did you mean 'snapkv'"),
         (("--context", "0"), "--context"),

@@ -244,8 +244,8 @@ def test_the_shipped_policies_are_these() -> None:
     plain = ["full", "random", "streaming-llm", "key-norm", "key-diff", "snapkv", "snapkv-w8", "ada-kv", "pyramidkv"]
     attention = ["h2o", "tova", "scissorhands", "keyformer", "non-causal-attention", "expected-attention"]
     vectors = ["lag-kv", "leverage", "cur-dkv", "manifold-kv", "manifold-kv-windowed"]
-    over = ["critical-kv", "caote-snapkv", "r-kv"]
-    choices = ["chunkkv", *(f"snapkv-{one}" for one in ("mmr", "k-centre", "determinantal", "pages"))]
+    over = ["critical-kv", "caote-snapkv", "r-kv", "look-m", "d2o", "cam"]
+    choices = ["chunkkv", "nacl", "nacl", *(f"snapkv-{one}" for one in ("mmr", "k-centre", "determinantal", "pages"))]
     schedules = ["snapkv-linear", "snapkv-cosine"]
     zoo = [*attention, *vectors, *over, *choices, *schedules]
     assert sorted(SHIPPED) == sorted([*plain, "mixkv-snapkv", "mixkv-ada-kv", *ours, *laid, *zoo])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_it_is_as_if_read_under_each_policy(shape: str, aware: bool) -> None:
 def test_every_shipped_policy() -> None:
     model = model_of("llama-gqa")
     loaded = [kvpolicy.load(entry.name) for entry in registry().entries("policy")]
-    policies = [one if one.trivial else kvpolicy.load(one.name, budget=48) for one in loaded]
+    policies = [one if one.trivial else kvpolicy.load(one.name, budget=48) for one in loaded if not one.needs.call]
     reading = kvpolicy.read(model, TEXT, policies=policies)
     for policy in policies:
         assert state(reading.compress(policy)) == state(policy.compress(model, TEXT)), policy.name
@@ -135,13 +136,29 @@ def test_what_it_does_not_serve_is_said() -> None:
     reading = kvpolicy.read(model, TEXT, policies=[known])
     wider = kvpolicy.load("snapkv", budget=40)
     assert reading.serves(known)
-    for policy in (wider, asking(), policy_of("ecokv-pre-rope")):
+    recorded = "recorded was: the last 8 queries, keys. Give it to kvpolicy.read among `policies`, or use"
+    for policy, why in (
+        (wider, f"the policy reads the last 32 queries, keys; {recorded}"),
+        (asking(), "the policy reads what the attention module was called with, which does not outlive the pass."),
+        (
+            policy_of("ecokv-pre-rope"),
+            f"the policy reads the last 8 queries, keys, values, keys before RoPE; {recorded}",
+        ),
+    ):
         assert not reading.serves(policy)
-        with pytest.raises(ContextError, match=f"policy '{policy.name}': expected one that needs no more than"):
+        says = f"policy '{policy.name}': expected one that this reading serves: {why}"
+        with pytest.raises(ContextError, match=re.escape(says)):
             reading.compress(policy)
     with pytest.raises(PolicyError, match="policies: expected at least one"):
         kvpolicy.read(model, TEXT, policies=[])
     assert not kvpolicy.read(model, TEXT, policies=[asking()]).serves(asking())
+
+
+def test_a_question_goes_to_the_reading() -> None:
+    reading = kvpolicy.read(model_of("llama-gqa"), TEXT, policies=[POLICIES["dense"]])
+    for given in ({"question": QUESTION}, {"question": [5, 6]}):
+        with pytest.raises(ContextError, match=r"question: expected none, .* give it to kvpolicy\.read\(model, inputs"):
+            reading.compress(POLICIES["dense"], **given)
 
 
 def test_derived_keys_are_refused_before_anything_is_evicted() -> None:
@@ -151,7 +168,7 @@ def test_derived_keys_are_refused_before_anything_is_evicted() -> None:
         pytest.skip("this release of transformers caches the keys themselves")
     assert not reading.serves(POLICIES["dense"])
     assert reading.serves(POLICIES["full"])
-    with pytest.raises(ContextError, match="a model that derives its keys"):
+    with pytest.raises(ContextError, match="the model derives its keys"):
         reading.compress(POLICIES["dense"])
 
 

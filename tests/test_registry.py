@@ -55,6 +55,7 @@ def test_a_plugin_may_offer_every_kind(tmp_path: Path) -> None:
         combiners=[made("my-mix")],
         budgets=(cls for cls in [made("my-layers", stage="layers"), made("my-heads", stage="heads")]),
         selectors=[made("my-choice", **PROTECTING)],
+        evicted=[made("my-merge", stage="evicted", needs=Needs())],
         stores=[made("my-store")],
         policies=tmp_path,
     )
@@ -65,6 +66,7 @@ def test_a_plugin_may_offer_every_kind(tmp_path: Path) -> None:
         ("layers", "my-layers"),
         ("heads", "my-heads"),
         ("selector", "my-choice"),
+        ("evicted", "my-merge"),
         ("store", "my-store"),
         ("policy", "my-policy"),
     ]
@@ -294,5 +296,7 @@ def test_an_unknown_name_lists_the_nearest() -> None:
         registered().get("score", "snapkb")
     with pytest.raises(PolicyError, match=r"unknown policy 'SnapKV'\. Did you mean 'snapkv'"):
         registered().get("policy", "SnapKV")
-    with pytest.raises(PolicyError, match=r"unknown head budget 'pyramid'. Known: adaptive, head-table, threshold, uniform\.$"):
+    with pytest.raises(
+        PolicyError, match=r"unknown head budget 'pyramid'. Known: adaptive, head-table, threshold, uniform\.$"
+    ):
         registered().get("heads", "pyramid")

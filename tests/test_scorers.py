@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -233,6 +234,7 @@ def test_every_built_in_says_what_it_is() -> None:
         if entry.kind in ("scorer", "combiner", "layers", "heads", "selector") and entry.origin.startswith("kvpolicy "):
             cls = entry.value
             assert cls.source and cls.formula and ">>>" in cls.__doc__, entry.name
+            assert re.match(r"time O\(.+?\), memory O\(.+?\)($|[,;] )", cls.cost), entry.name
             assert entry.kind != "scorer" or cls.role in ("importance", "diversity", "other")
     built = {entry.value for entry in registry().entries("scorer") if entry.origin.startswith("kvpolicy ")}
     # The one that reads a model's rotary embedding besides is compared in test_zoo_attention.py.

@@ -534,3 +534,20 @@ def test_layers_are_ours_only_inside(model: PreTrainedModel) -> None:
     cache = DynamicCache(config=model.config)
     forward(model, tokens(1, 60), cache, None)
     assert not any(isinstance(layer, EvictingLayer) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("hidden", [[7, 8, 9, 11, 12], [0, 1, 2, 3, 4, 7, 8]], ids=["others", "more"])
+def test_a_later_mask_that_hides_other_slots_than_the_padding_counts(hidden: list[int]) -> None:
+    ids, mask = torch.arange(3, 43)[None], torch.ones(1, 40, dtype=torch.int64)
+    mask[:, :5] = 0
+    later = torch.ones(1, 41, dtype=torch.int64)
+    later[:, hidden] = 0
+    policy = kvpolicy.load("ada-kv", budget=20, select={"sinks": 1, "recent": 1}, score={"window": 4})
+    found = []
+    for attention in ("sdpa", "eager"):
+        model = tiny("llama-gqa", attn_implementation=attention)
+        cache = DynamicCache(config=model.config)
+        with policy.on(model):
+            forward(model, ids, cache, mask)
+            found.append(forward(model, torch.tensor([[50]]), cache, later))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from kvpolicy.cli import app
 from kvpolicy.errors import PolicyError
 from kvpolicy.eval.cells import Cell, ResultError, result_path
-from kvpolicy.eval.grid import SHIPPED, left_out, policies, shipped
+from kvpolicy.eval.grid import SHIPPED, policies, shipped
 from kvpolicy.eval.processes import Processes
 from kvpolicy.eval.results import read_results
 from kvpolicy.eval.sweep import SweepError, cells_of, sweep
@@ -250,11 +250,11 @@ def test_shipped_stands_for_every_policy_of_kvpolicy(spec: BenchSpec, tmp_path: 
 
 
 def test_a_policy_that_is_asked_for_by_name_is_not_left_out() -> None:
-    large = [name for name, _ in left_out([SHIPPED], [20])]
-    assert "snapkv" in large and "snapkv-w8" not in large
-    assert left_out([SHIPPED, *large], [20]) == []
-    with pytest.raises(PolicyError, match="expected at least the"):
-        policies([SHIPPED, "snapkv"], [4])
+    large = []
+    found = {policy.name for policy in policies([SHIPPED], [20], left_out=lambda name, _: large.append(name))}
+    assert "snapkv" in large and "snapkv-w8" in found and not found & {*large}
+    with pytest.raises(PolicyError, match=r"^--budgets: policy 'snapkv': budget\.tokens: expected at least the 36"):
+        policies([SHIPPED, "snapkv"], [20])
 
 
 # Launchers
@@ -276,6 +276,36 @@ def test_processes_of_a_launcher_share_the_cells(spec: BenchSpec, tmp_path: Path
     for process in (1, 2):
         assert f"process {process} of 2: 2 cells measured, 0 there before, in {tmp_path}" in ended.stdout
     assert len(read_results(tmp_path)) == 4
+
+
+FAILS_FIRST = """
+import os, sys, time
+from pathlib import Path
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.eval.worker import together
+failed, done = Path(sys.argv[1], "failed"), Path(sys.argv[1], "done")
+try:
+    with together():
+        if os.environ["RANK"] == "0":
+            failed.touch()
+            raise KVPolicyError("a cell failed")
+        while not failed.exists():
+            time.sleep(0.1)
+        time.sleep(1)
+        done.touch()
+except KVPolicyError as error:
+    print(error, done.exists())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_waits_for_the_others_whom_the_launcher_would_end(tmp_path: Path) -> None:
+    (tmp_path / "fails_first.py").write_text(FAILS_FIRST)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", *launcher, str(tmp_path / "fails_first.py"), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "a cell failed True\n"
 
 
 def test_the_processes_of_a_launcher_share_a_shard(

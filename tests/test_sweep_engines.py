@@ -116,6 +116,6 @@ def test_an_engine_that_cannot_start_says_why(
 
 def test_an_engine_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    says = r"it needs distributed, which is not installed. Install it:  pip install 'kvpolicy\[dask\]'"
+    says = r"--executor dask needs distributed, which is not installed. Install it:  pip install 'kvpolicy\[dask\]'"
     with pytest.raises(ExecutorError, match=says), open_executor(Engine.DASK, 1, {}, tmp_path):
         pass

@@ -64,7 +64,8 @@ def refusal(path: Path, budget: int | float | None = 64) -> str:
         ("extends: snapkb\nsearch: {select.recent: [1, 2]}\n", "1:10: extends: unknown policy 'snapkb'. Did you mean"),
         (
             "extends: snapkv\nsearch:\n  budget.tokens: [1, 2]\n",
-            "3:3: search: expected the place of a setting within score, budget.layers, budget.heads, select, store",
+            "3:3: search: expected the place of a setting within score, budget.layers, budget.heads, select, evicted, "
+            "store",
         ),
         ("extends: snapkv\nsearch:\n  score..window: [1, 2]\n", "3:3: search: expected the place of a setting"),
         (

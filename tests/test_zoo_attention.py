@@ -41,6 +41,12 @@ def logits(view: LayerView, b: int, h: int, g: int) -> Tensor:
     return found.masked_fill(later, -torch.inf)
 
 
+def last(view: LayerView, count: int) -> LayerView:
+    """Return a view with the last queries alone."""
+    queries, places = view.queries[:, :, -count:], view.query_positions[:, -count:]
+    return dataclasses.replace(view, queries=queries, query_positions=places)
+
+
 def by_head(view: LayerView, score: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Return float64 ``[B, Hkv, T]``: `score` of the logits of a group's query heads."""
     scores = blank(view)
@@ -182,9 +188,8 @@ def test_tova_gives_heads_that_hold_other_tokens_one_score_a_token() -> None:
 
 def test_scissorhands_counts_the_last_queries_alone() -> None:
     view = make_view(slots=40, window=40)
-    last = dataclasses.replace(view, queries=view.queries[:, :, -8:], query_positions=view.query_positions[:, -8:])
     policy = Policy(name="test", score=Scissorhands(w=8), budget=Budget(keep=0.5))
-    assert torch.equal(policy.scores(view)[0], Scissorhands(w=8)(last))
+    assert torch.equal(policy.scores(view)[0], Scissorhands(w=8)(last(view, 8)))
 
 
 def test_keyformers_noise_is_gumbel_noise_for_each_head_query_and_slot() -> None:
@@ -230,6 +235,7 @@ def mean_turn(rotary: Any, positions: Tensor, size: int) -> Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.agreement("expected-attention", "twin")
 @pytest.mark.parametrize("length", [24, 70, 150])
 @pytest.mark.parametrize("size", [64, 80, 128])
 @pytest.mark.parametrize("shape", ["llama-gqa", "llama-mha"])
@@ -294,3 +300,10 @@ def test_published_settings() -> None:
     assert kvpolicy.load("non-causal-attention").score == NonCausalAttention(chunk_size=256)
     assert kvpolicy.load("expected-attention").score == ExpectedAttention(n_future_positions=512, n_sink=4)
     assert kvpolicy.load("expected-attention").select == TopK(sinks=4, recent=0)
+
+
+def test_a_chunk_far_longer_than_the_prompt_takes_no_more_memory() -> None:
+    """Slots that are not there have an even share of each query, whatever their number."""
+    view = make_view(slots=40, window=40, heads=(4, 2))
+    scores = NonCausalAttention(chunk_size=10**9)(view.limit(NonCausalAttention.needs, "test"))
+    assert bool(scores[view.valid].isfinite().all())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import blank, cosine, heads, slots
+from twins import blank, heads, slots
 from views import change, make_view
 
 from kvpolicy.combiners.caote import CAOTE
@@ -149,10 +149,8 @@ def r_kv(view: LayerView, importance: Tensor, weight: float, threshold: float) -
     scores = blank(view)
     for b, h in heads(view):
         own = slots(view.valid[b, h])
-        alike = [
-            [0.0 if t == u else cosine(view.keys[b, h, t].double(), view.keys[b, h, u].double()) for u in own]
-            for t in own
-        ]
+        directions = torch.nn.functional.normalize(view.keys[b, h, own].double(), dim=-1)
+        alike = (directions @ directions.T).fill_diagonal_(0).tolist()
         for row in alike:
             similar = [place for place, each in enumerate(row) if each > threshold]
             row[similar[-1] if similar else 0] = 0.0

@@ -22,11 +22,13 @@ from kvpolicy.session.decoder import find_decoders
 from kvpolicy.session.inputs import Tokens, read
 from kvpolicy.session.modality import placeholders
 from kvpolicy.tree import evaluate
-from kvpolicy.types import MODALITIES, LayerView, Needs
+from kvpolicy.types import MODALITIES, LayerView, Modality, Needs
 
 REFERENCE = "ecokv-snapkv"
 """The policy whose importance and diversity are measured, over the slots that it does not protect."""
 
+FEWEST = 8
+"""Slots by which vectors and scores are measured: fewer say little, and two always lie on a line."""
 PARTS = 20
 """Parts of a histogram."""
 STRETCHES = 64
@@ -75,10 +77,11 @@ def analyze(
     seen, notes = _views(model, inputs, wanted, policies)
 
     decided = [reference.protect(view, reference.budget.slots(view.seen)) for view in seen]
-    if int(decided[0].candidates[0, 0].sum()) < 2:
+    if int(decided[0].candidates[0, 0].sum()) < FEWEST:
         raise AnalysisError(
-            f"expected a prompt of more than {reference.select.protects + 1} tokens, got {prompt.length}"
+            f"expected a prompt of {reference.select.protects + FEWEST} tokens or more, got {prompt.length}"
         )
+    notes += _too_few(decided[0])
     keeps = [
         [one.to_mask(view.slots).cpu() for one, view in zip(policy.plan(seen), seen, strict=True)]
         for policy in policies
@@ -142,14 +145,28 @@ def _likeness(seen: Sequence[LayerView]) -> Iterator[Likeness]:
 
 
 def _masks(seen: Sequence[LayerView]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield the slots that count: all of them, then those of each modality, where there are several."""
+    """Yield the slots that count: all of them, then those of each modality, where there are several, and enough."""
     yield "all", [view.candidates for view in seen]
-    first = seen[0]
-    if first.modality is None:
-        return
-    there = [name for name in MODALITIES if bool((first.candidates & first.holds([name])).any())]
-    for name in there if len(there) > 1 else ():
-        yield name, [view.candidates & view.holds([name]) for view in seen]
+    for name, count in _modalities(seen[0]).items():
+        if count >= FEWEST:
+            yield name, [view.candidates & view.holds([name]) for view in seen]
+
+
+def _too_few(view: LayerView) -> list[str]:
+    return [
+        f"{name}: {count} slots are too few to say how alike they are; {FEWEST} would do"
+        for name, count in _modalities(view).items()
+        if count < FEWEST
+    ]
+
+
+def _modalities(view: LayerView) -> dict[Modality, int]:
+    """Return how many slots of each modality are decided, where there are several."""
+    if view.modality is None:
+        return {}
+    counts = {name: int((view.candidates & view.holds([name]))[0, 0].sum()) for name in MODALITIES}
+    there = {name: count for name, count in counts.items() if count}
+    return there if len(there) > 1 else {}
 
 
 def _by_head(pairs: Iterable[tuple[Tensor, Tensor]], measure: Callable[[Tensor, Tensor], Tensor]) -> ByHead:

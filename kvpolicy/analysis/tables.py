@@ -13,6 +13,7 @@ import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ig
 import pyarrow.parquet as pq  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 from kvpolicy.analysis.result import Analysis, Kept
+from kvpolicy.files import whole
 
 _TEXT, _WHOLE, _REAL = pa.string(), pa.int64(), pa.float64()
 
@@ -53,7 +54,8 @@ def write(analysis: Analysis, folder: Path) -> None:
         OSError: when a file cannot be written.
     """
     for name, table in tables(analysis).items():
-        pq.write_table(table, folder / f"{name}.parquet")
+        with whole(folder / f"{name}.parquet") as partial:
+            pq.write_table(table, partial)
 
 
 def _table(columns: Mapping[str, Any], rows: Iterable[tuple[Any, ...]]) -> pa.Table:

@@ -67,10 +67,13 @@ def attention(
     if cut:
         rows = part(attention_mask, 0, cut, point)
         outputs.append(_read(call, before, old, rows, start=start, gaps=step.store.ragged)[0])
-    kept = step.attended(Attended(module, before, scaling, None if derived is None else old[:2]))
+    left = step.attended(Attended(module, before, scaling, None if derived is None else old[:2]))
     rows = part(attention_mask, cut, length, seen)
     places = _order(key) if positions is None else positions
-    now = key, value, places if kept is None else places.where(kept, -1)
+    if left is not None:
+        places = places.where(left.kept, -1)
+        key, value = key if left.keys is None else left.keys, value if left.values is None else left.values
+    now = key, value, places
     outputs.append(_read(call, after, now, rows, start=start + cut, gaps=True)[0])
     return torch.cat(outputs, dim=1), None
 
@@ -146,7 +149,8 @@ def _head_by_head(step: Step, query: Tensor, scaling: float | None) -> Tensor:
     keys, values = step.store.heads()
     groups = query.reshape(len(keys), -1, size).unbind(0)
     outputs = [
-        scaled_dot_product_attention(group[None], k[None], v[None], scale=scaling)
+        # Four axes, as of fewer it takes its slow way.
+        scaled_dot_product_attention(group[None, None], k[None, None], v[None, None], scale=scaling)
         for group, k, v in zip(groups, keys, values, strict=True)
     ]
     return torch.cat(outputs).view(batch, 1, query_heads, -1)

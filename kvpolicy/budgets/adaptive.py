@@ -44,6 +44,7 @@ class AdaptiveHeads:
     stage = "heads"
     source = "Ada-KV, arXiv 2407.11550, algorithm 1 and its safeguard"
     formula = "the Hkv*K best scores of the layer, each head at least max(ceil(floor*K), 1)"
+    cost = "time O(n log n), memory O(n)"
     floor: Annotated[float, Ge(0), Le(1)] = 0.2
     by: Literal["score", "importance"] = "score"
 

@@ -94,6 +94,7 @@ class HeadTotals:
     stage = "layers"
     source = "HeadKV, arXiv 2410.19258, section 4.2 and its code"
     formula = "K_l = mean_h K * (1 - 1/beta + S_lh / (beta * mean S))"
+    cost = "time O(n L log(n L)), memory O(n L)"
     scores: Table
     beta: Annotated[float, Ge(1)] = 1.2
 
@@ -150,6 +151,7 @@ class HeadTable:
     stage = "heads"
     source = "HeadKV, arXiv 2410.19258, section 4.2 and its code; DuoAttention, arXiv 2410.10819"
     formula = "K_h in proportion to 1 - 1/beta + S_lh / (beta * mean S), at least the protected slots"
+    cost = "time O(n log n), memory O(n)"
     scores: Table
     beta: Annotated[float, Ge(1)] = 1.2
 

@@ -34,6 +34,7 @@ class PyramidLayers:
     stage = "layers"
     source = "PyramidKV, arXiv 2406.02069, section 4 and its code"
     formula = "K_l linear in l, (K_first + K_last)/2 = K, K_last = max(K/beta, 1)"
+    cost = "time O(L log L), memory O(L)"
     beta: Annotated[float, Ge(1), Le(1_000_000)] = 20
 
     def __call__(self, tokens: Tensor, available: Tensor, layers: int) -> Tensor:

@@ -39,6 +39,7 @@ class ScheduleLayers:
     stage = "layers"
     source = "kvpolicy; a falling line is the form of PyramidKV, arXiv 2406.02069"
     formula = "K_l = K * (1 + (first - 1) * c_l), c_l = 1 - 2x or cos(pi * x), x = l / (layers - 1)"
+    cost = "time O(L log L), memory O(L)"
     shape: Literal["linear", "cosine"] = "linear"
     first: Annotated[float, Ge(0), Le(2)] = 1.5
 

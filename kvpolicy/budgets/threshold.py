@@ -40,6 +40,7 @@ class ThresholdHeads:
     stage = "heads"
     source = "kvpolicy; without floor and bound, DMSPress of kvpress, after DMS, arXiv 2506.05345"
     formula = "K_h = max(|{i: s_i >= threshold}| + protected, floor), at most Hkv*K in a layer"
+    cost = "time O(n log n), memory O(n)"
     threshold: float
     floor: Annotated[float, Ge(0), Le(1)] = 0.0
     by: Literal["score", "importance"] = "score"

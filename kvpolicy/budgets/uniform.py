@@ -22,6 +22,7 @@ class UniformLayers:
     stage = "layers"
     source = "kvpolicy"
     formula = "K_l = min(K, T)"
+    cost = "time O(L), memory O(L)"
 
     def __call__(self, tokens: Tensor, available: Tensor, layers: int) -> Tensor:
         """Return int64 ``[B, layers]``."""
@@ -41,6 +42,7 @@ class UniformHeads:
     stage = "heads"
     source = "kvpolicy"
     formula = "K_h = min(K, T_h)"
+    cost = "time O(n), memory O(1)"
     across_heads = False
 
     def __call__(self, view: LayerView, scores: Tensor, tokens: Tensor) -> Tensor:

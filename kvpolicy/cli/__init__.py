@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from kvpolicy.cli import plugin
 from kvpolicy.cli.analyze import analyze
+from kvpolicy.cli.bench import bench
 from kvpolicy.cli.doctor import doctor
 from kvpolicy.cli.eval import evaluate
 from kvpolicy.cli.listing import list_plugins
@@ -68,5 +69,6 @@ app.command("plan")(plan)
 app.command("analyze")(analyze)
 app.command("eval")(evaluate)
 app.command("report")(report)
+app.command("bench")(bench)
 app.command("tune")(tune)
 app.add_typer(plugin.app, name="plugin")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from kvpolicy.cli.output import print_rich
 
 if TYPE_CHECKING:
     from kvpolicy.config.about import About
-    from kvpolicy.types import Needs
 
 
 def print_plugin(found: About) -> None:
@@ -20,12 +18,14 @@ def print_plugin(found: About) -> None:
     from kvpolicy.config.about import written
 
     print_rich(Text.assemble((found.name, "bold"), f", a {found.what} of {found.origin}"))
+    needs = "as its settings say" if found.needs is None else found.needs.words
     facts = {
         "": found.description,
         "formula": found.formula,
         "source": found.source,
+        "cost": found.cost,
         "role": found.role,
-        "needs": _needs(found.needs) if found.kind in ("scorer", "combiner", "selector") else "",
+        "needs": needs if found.kind in ("scorer", "combiner", "selector", "evicted") else "",
     }
     for fact, said in facts.items():
         if said:
@@ -38,12 +38,3 @@ def print_plugin(found: About) -> None:
         default = "required" if one.required else written(one.default)
         table.add_row(one.name, one.values.replace("`", ""), default, one.description)
     print_rich(table)
-
-
-def _needs(needs: Needs | None) -> str:
-    """Return what is read of a view, in words."""
-    if needs is None:
-        return "as its settings say"
-    queries = [f"the last {needs.queries} queries"] if needs.queries else []
-    flags = [name for name, asked in dataclasses.asdict(needs).items() if asked and name != "queries"]
-    return ", ".join([*queries, *flags]) or "nothing"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpolicy.cli.output import Json, OptionError, print_json, print_rich
-from kvpolicy.cli.run import Dtype, read_budget, read_prompt
-from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.cli.run import Dtype, load_policy, read_prompt
+from kvpolicy.errors import UnsupportedModelError, not_installed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,6 +78,7 @@ def analyze(
     from kvpolicy.analysis.analyze import analyze as measure
     from kvpolicy.analysis.pieces import pieces
     from kvpolicy.analysis.prompts import ask, read_image
+    from kvpolicy.texts import too_many_unknown
 
     images = [read_image(path) for path in image or ()]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,7 +86,13 @@ def analyze(
     processor: Any = models.load_processor(model) if images else None
     loaded, tokenizer = models.load(model, dtype=getattr(torch, dtype), device=device)
     inputs: Any = ask(processor, text, images).to(loaded.dtype) if images else tokenizer(text, return_tensors="pt")
-    tokens = pieces(tokenizer, inputs["input_ids"][0].tolist())
+    ids = inputs["input_ids"][0].tolist()
+    if unknown := too_many_unknown(tokenizer, ids):
+        raise OptionError(
+            f"--model: expected one that knows the words of the text, got one to which {unknown} of {len(ids)} are "
+            "unknown: choose another model, or words that it knows"
+        )
+    tokens = pieces(tokenizer, ids)
     found = measure(loaded, inputs, chosen, tokens=tokens, name=model or DEFAULT)
     if out is not None:
         drawn: list[Picture] = []
@@ -99,12 +106,10 @@ def analyze(
 
 
 def _policies(names: str, budget: str | None) -> list[Policy]:
-    from kvpolicy import load
-
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted:
         raise OptionError(f"--policies: expected names with commas between them, got {names!r}")
-    return [load(name, budget=read_budget(budget)) for name in wanted]
+    return [load_policy(name, budget) for name in wanted]
 
 
 def _check_out(out: Path, data: Data) -> None:
@@ -122,9 +127,7 @@ def _check_out(out: Path, data: Data) -> None:
 
 def _require(what: str, package: str, module: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise OptionError(
-            f"{what} needs {package}, which is not installed. Install it:  pip install 'kvpolicy[{extra}]'"
-        )
+        raise OptionError(not_installed(what, package, extra))
 
 
 def _draw(
@@ -143,6 +146,7 @@ def _draw(
 
 def _write(found: Analysis, drawn: Sequence[Picture], out: Path, data: Data) -> None:
     from kvpolicy.analysis.page import page
+    from kvpolicy.files import whole
 
     try:
         if data is Data.PARQUET:
@@ -150,9 +154,11 @@ def _write(found: Analysis, drawn: Sequence[Picture], out: Path, data: Data) -> 
 
             write(found, out)
         else:
-            text = json.dumps(found.to_dict(), ensure_ascii=False, allow_nan=False)
-            (out / "analysis.json").write_text(f"{text}\n", encoding="utf-8")
-        (out / "report.html").write_text(page(found, drawn), encoding="utf-8")
+            with whole(out / "analysis.json") as partial:
+                text = json.dumps(found.to_dict(), ensure_ascii=False, allow_nan=False)
+                partial.write_text(f"{text}\n", encoding="utf-8")
+        with whole(out / "report.html") as partial:
+            partial.write_text(page(found, drawn), encoding="utf-8")
     except OSError as error:
         raise _unwritable(out, error) from error
 
@@ -173,10 +179,10 @@ def _print(found: Analysis, out: Path | None) -> None:
 
 def _likeness(found: Analysis) -> Table:
     """Return a table of how alike vectors are, mean of all heads."""
-    table = _table("mean of all heads", "slots", "redundancy, cosine", "redundancy, Euclid", "anisotropy")
+    table = _table("mean of all heads", "slots that hold", "redundancy, cosine", "redundancy, Euclid", "anisotropy")
     for one in found.likeness:
         means = (_mean(by_head) for by_head in (one.cosine, one.euclidean, one.anisotropy))
-        table.add_row(one.of, one.slots, *(f"{mean:.3f}" for mean in means))
+        table.add_row(one.of, "anything" if one.slots == "all" else one.slots, *(f"{mean:.3f}" for mean in means))
     table.caption = f"rank correlation of importance and diversity: {_mean(found.balance.correlation):+.3f}"
     table.caption_justify = "left"
     return table
@@ -205,5 +211,5 @@ def _table(first: str, *headings: str) -> Table:
     table = Table()
     table.add_column(first, no_wrap=True)
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     return table

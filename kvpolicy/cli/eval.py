@@ -77,13 +77,11 @@ def evaluate(
     process, processes = launched()
     if executor is not None and processes > 1:
         raise OptionError(f"--executor: expected one process to start it, got {processes} of a launcher")
-    sizes = [size for size in map(read_budget, _words(budgets, "--budgets")) if size is not None]
+    sizes = [size for word in _words(budgets, grid.BUDGETS) if (size := read_budget(word, grid.BUDGETS)) is not None]
     settings = {name: value for name, value in (("samples", samples), ("length", length)) if value is not None}
     named = _words(policies, "--policies")
-    for name, size in grid.left_out(named, sizes):
-        typer.echo(f"{name} is left out at {size}: it protects more slots", err=True)
     asked = grid.Grid(
-        policies=grid.policies(named, sizes),
+        policies=grid.policies(named, sizes, left_out=_say_left_out),
         tasks=[task for word in _words(tasks, "--tasks") for task in load_tasks(word, settings)],
         modes=modes,
         seed=seed,
@@ -118,6 +116,10 @@ def evaluate(
     of_many = f"process {process} of {processes}: " if processes > 1 else ""
     typer.echo(f"{of_many}{measured} cells measured, {len(cells) - measured} there before, in {out}")
     typer.echo(f"Next: kvpolicy report {out}")
+
+
+def _say_left_out(name: str, budget: int | float) -> None:
+    typer.echo(f"{name} is left out at {budget}: it protects more slots", err=True)
 
 
 def _words(text: str, option: str) -> list[str]:

@@ -20,6 +20,7 @@ KINDS = {
     "combiners": ("combiner",),
     "budgets": ("layers", "heads"),
     "selectors": ("selector",),
+    "evicted": ("evicted",),
     "stores": ("store",),
     "policies": ("policy",),
 }
@@ -31,6 +32,7 @@ TITLES = {
     "layers": "layer budgets",
     "heads": "head budgets",
     "selector": "selectors",
+    "evicted": "what becomes of the evicted",
     "store": "stores",
     "policy": "policies",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +21,25 @@ Pick = Callable[[Sequence["Cell"]], Sequence["Cell"]]
 
 def measure_here(grid: Grid, spec: BenchSpec, pick: Pick, out: Path) -> tuple[Sequence[Cell], int]:
     """Return the cells, all with a result now, and how many were measured."""
-    from kvpolicy.eval.cells import result_path, run_cell
+    from kvpolicy.eval.cells import result_path
+    from kvpolicy.eval.sweep import sweep_here
     from kvpolicy.eval.tasks.files import from_plain
+    from kvpolicy.eval.worker import together
 
     bench = spec.bench()
     cells = pick(grid.cells(bench))
     missing = [cell for cell in cells if not result_path(cell, out).exists()]
-    total = sum(len(bench.examples(from_plain(cell.task), cell.seed)) for cell in missing)
-    measured = 0
+    counts = (len(bench.examples(from_plain(cell.task), cell.seed)) for cell in missing)
+    *starts, total = accumulate(counts, initial=0)
+    before = dict(zip((cell.name for cell in missing), starts, strict=True))
     with progress_bar() as progress:
         bar = progress.add_task("", total=total)
-        for cell in missing:
-            progress.update(bar, description=_title(cell))
-            measured += run_cell(cell, out, bench, advance=lambda: progress.advance(bar))
-    return cells, measured
+
+        def begun(cell: Cell) -> None:
+            progress.update(bar, description=_title(cell), completed=before[cell.name])
+
+        with together():
+            return cells, sweep_here(cells, out, bench, begun=begun, advance=lambda: progress.advance(bar))
 
 
 def measure_elsewhere(

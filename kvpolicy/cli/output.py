@@ -10,7 +10,7 @@ import typer
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.progress import Progress
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
@@ -26,14 +26,23 @@ def print_json(value: object) -> None:
 
 
 def print_rich(value: RenderableType) -> None:
-    """Print a table or a tree on stdout, folded to the width of the terminal where there is one."""
+    """Print a table or a tree on stdout, folded to its width."""
+    _console().print(value)
+
+
+def columns() -> int:
+    """Return how wide stdout is: that of the terminal; of a pipe or a file, so wide that a row stays on one line."""
+    return _console().width
+
+
+def _console() -> Console:
     from rich.console import Console
 
     # What is printed is the user's text as it is, brackets and colons included.
     console = Console(markup=False, emoji=False, highlight=False)
     # Into a pipe or a file a row stays on one line, so that a search finds it whole.
     console.width = console.width if console.is_terminal else 250
-    console.print(value)
+    return console
 
 
 def progress_bar() -> Progress:

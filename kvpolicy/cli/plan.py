@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpolicy.cli.output import Json, OptionError, print_json, print_rich
-from kvpolicy.cli.run import Dtype, read_budget
+from kvpolicy.cli.run import Dtype, load_policy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,10 +88,8 @@ def plan(
 
     No weights are read. With --gpu also: how many sequences fit at most, and how long a token takes at least.
     """
-    from kvpolicy import load
-
     device = _device(gpu, bandwidth)
-    chosen = load(policy, budget=read_budget(budget))
+    chosen = load_policy(policy, budget)
 
     import torch
 

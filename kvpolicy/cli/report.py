@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvpolicy.cli.output import Json, OptionError, print_json, print_rich
+from kvpolicy.cli.output import Json, OptionError, columns, print_json, print_rich
 
 
 def report(
@@ -24,6 +24,7 @@ def report(
     from kvpolicy.eval.page import page
     from kvpolicy.eval.results import read_results
     from kvpolicy.eval.table import tables
+    from kvpolicy.files import whole
 
     if html is not None:
         plots.require()
@@ -31,14 +32,16 @@ def report(
     found = tables(results, baseline)
     if html is not None:
         try:
-            html.write_text(page(found, results, baseline), encoding="utf-8")
+            with whole(html) as partial:
+                partial.write_text(page(found, results, baseline), encoding="utf-8")
         except OSError as error:
             raise OptionError(f"--html: cannot write {str(html)!r}: {error.strerror}") from error
     if as_json:
         print_json([dataclasses.asdict(table) for table in found])
         return
     for table in found:
-        print_rich(show.terminal(table, baseline))
+        for part in show.terminal(table, baseline, columns()):
+            print_rich(part)
         for note in show.notes(table):
             typer.echo(f"note: {note}")
     typer.echo(

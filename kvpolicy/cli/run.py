@@ -12,6 +12,7 @@ import typer
 from kvpolicy.cli.output import Json, OptionError, print_json
 
 if TYPE_CHECKING:
+    from kvpolicy.policy import Policy
     from kvpolicy.report import Report
 
 
@@ -47,10 +48,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Generate from a prompt under a policy, then report what was kept."""
-    from kvpolicy import load
-
     text = read_prompt(prompt, file, question)
-    chosen = load(policy, budget=read_budget(budget))
+    chosen = load_policy(policy, budget)
 
     import torch
 
@@ -115,8 +114,15 @@ def read_file(file: str) -> str:
         raise OptionError(f"expected UTF-8 text in {file!r}, got the byte 0x{error.object[error.start]:02x}") from error
 
 
-def read_budget(text: str | None) -> int | float | None:
-    """Return the option ``--budget`` as a number: whole slots, or a share.
+def load_policy(name: str, budget: str | None) -> Policy:
+    """Return a policy at the budget of the option ``--budget``, or at its own."""
+    from kvpolicy.config import load_at
+
+    return load_at(name, read_budget(budget), f"--budget: policy {name!r}")
+
+
+def read_budget(text: str | None, option: str = "--budget") -> int | float | None:
+    """Return an option as a number: whole slots, or a share.
 
     Raises:
         OptionError: when it is none.
@@ -131,7 +137,7 @@ def read_budget(text: str | None) -> int | float | None:
             return number(text)
         except ValueError:
             continue
-    raise OptionError(f"--budget: expected whole slots (512) or a share (0.25), got {text!r}")
+    raise OptionError(f"{option}: expected whole slots (512) or a share (0.25), got {text!r}")
 
 
 def _tokens(tokenizer: Any, text: str, chat: bool) -> Any:

@@ -110,6 +110,8 @@ def _policy(policy: Policy) -> Tree:
         tree.add(Text(f"prefill: {policy.prefill}"))
     if policy.decode is not None:
         tree.add(Text(f"decode: every {policy.decode.every} tokens  grace={policy.decode.grace}"))
+    if policy.merges:
+        _add(tree, "evicted", policy.evicted)
     if policy.store.name != "plain":
         _add(tree, "store", policy.store)
     return tree

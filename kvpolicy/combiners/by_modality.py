@@ -38,6 +38,7 @@ class ByModality:
     name = "by-modality"
     source = "kvpolicy"
     formula = "inside where the slot holds one of these modalities, else outside"
+    cost = "time O(n), memory O(n)"
     needs = Needs(modality=True)
     of: Modalities = ("image", "video")
     inside: Score

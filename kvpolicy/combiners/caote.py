@@ -38,6 +38,7 @@ class CAOTE:
     name = "caote"
     source = "CAOTE, arXiv 2504.14051, its eviction error in closed form"
     formula = "alpha_i/(1 - alpha_i) * |sum_j alpha_j v_j - v_i|, alpha = importance/sum_j importance_j"
+    cost = "time O(n D), memory O(n D)"
     needs = Needs(values=True)
     importance: Score
     fast: bool = False

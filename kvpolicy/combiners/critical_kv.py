@@ -51,6 +51,7 @@ class CriticalKV:
     name = "critical-kv"
     source = "CriticalKV, arXiv 2502.03805, and its press in kvpress"
     formula = "the first by importance, then (importance + epsilon) * mean_g |W_o v_i|_1"
+    cost = "time O(n G D M + n log n), memory O(n + G D M)"
     needs = Needs(values=True, call=True)
     importance: Score
     first: Annotated[int, Ge(0)] = 0

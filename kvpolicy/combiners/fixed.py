@@ -50,6 +50,7 @@ class Fixed:
     name = "fixed"
     source = "kvpolicy; match-importance: MixKV, arXiv 2510.20707"
     formula = "sum_m w_m * normalize(s_m)"
+    cost = "time O(n), memory O(n), for each input; by rank, time O(n log n)"
     needs = Needs()
     inputs: Annotated[Scores, MinLen(1)]
     weights: Numbers | None = None

@@ -45,6 +45,7 @@ class RKV:
     name = "r-kv"
     source = "R-KV, arXiv 2505.24133, its joint score and its code"
     formula = "lambda * importance_i - (1 - lambda) * softmax_i(mean_j cos(k_i, k_j)), less the last alike of each j"
+    cost = "time O(n^2 D), memory O(n D)"
     needs = Needs(keys=True)
     importance: Score
     mix_lambda: Annotated[float, Ge(0), Le(1)] = 0.1

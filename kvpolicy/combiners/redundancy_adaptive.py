@@ -52,6 +52,7 @@ class RedundancyAdaptive:
     name = "redundancy-adaptive"
     source = "ECOKV, arXiv 2609.06663 (abstract); formulas reconstructed from MixKV, arXiv 2510.20707"
     formula = "r * diversity + (1 - r) * importance, r the redundancy of the head"
+    cost = "time O(n D), memory O(n D)"
     importance: Score
     diversity: Score
     redundancy: Literal["cosine", "euclidean", "both"] | Annotated[float, Ge(0), Le(1)] = "both"

@@ -12,11 +12,11 @@ from kvpolicy.config.dump import dump, to_yaml
 from kvpolicy.config.extend import KEYS, Document, find, lay_keywords, resolve
 from kvpolicy.config.order import explained
 from kvpolicy.config.schema import schema
-from kvpolicy.config.source import Place, from_python
+from kvpolicy.config.source import Item, Place, from_python
 from kvpolicy.errors import PolicyFileError, nearest
 from kvpolicy.policy import Policy
 
-__all__ = ["describe", "dump", "load", "schema", "to_yaml"]
+__all__ = ["describe", "dump", "load", "load_at", "schema", "to_yaml"]
 
 
 def load(
@@ -31,8 +31,8 @@ def load(
         source: the name of a registered policy, the path of a policy file (it has a '/' or ends in .yaml), or a
             mapping as such a file would hold.
         budget: whole tokens (512), a share of the tokens seen (0.25), or a mapping.
-        overrides: `name`, `description`, `score`, `select`, `prefill`, `decode` or `store`, as a policy file would hold
-            them.
+        overrides: `name`, `description`, `score`, `select`, `evicted`, `prefill`, `decode` or `store`, as a policy
+            file would hold them.
 
     Raises:
         PolicyFileError: when anything in it is unknown, of a wrong type or out of range; the message says where.
@@ -47,8 +47,29 @@ def load(
             raise PolicyFileError(f"unknown argument {name!r} of load().{nearest(name, known)}")
     if budget is not None:
         overrides = {"budget": budget, **overrides}
-    given = {name: from_python(value, Place(f"argument {name}=")) for name, value in overrides.items()}
+    return _load(source, {name: from_python(value, Place(f"argument {name}=")) for name, value in overrides.items()})
 
+
+def load_at(source: str, budget: int | float | None, place: str) -> Policy:
+    """Return the policy that `source` declares, at a budget that did not come as an argument.
+
+    Args:
+        source: as `load` takes it.
+        budget: None for the policy's own.
+        place: where the budget was written, for its errors.
+
+    Raises:
+        PolicyFileError: as of `load`.
+
+    >>> load_at("snapkv", 0, "--budget")
+    Traceback (most recent call last):
+    ...
+    kvpolicy.errors.PolicyFileError: --budget: budget.tokens: expected a number greater than or equal to 1, got 0
+    """
+    return _load(source, {} if budget is None else {"budget": from_python(budget, Place(place))})
+
+
+def _load(source: str | os.PathLike[str] | Mapping[str, Any], given: dict[str, Item]) -> Policy:
     def made(document: Document) -> Policy:
         whole = resolve(document)
         return build(lay_keywords(whole, replace(whole, value=given)))

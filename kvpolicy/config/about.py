@@ -45,6 +45,7 @@ class About:
         description: the first line of its docstring.
         formula: one line of maths.
         source: where that is from.
+        cost: time and memory; "" where it does not say.
         role: what a scorer measures; "" for others.
         needs: what it reads of a view, with its defaults where settings decide; None where they have none.
         settings: in the order of the class.
@@ -57,6 +58,7 @@ class About:
     description: str
     formula: str
     source: str
+    cost: str
     role: str
     needs: Needs | None
     settings: tuple[Setting, ...]
@@ -80,6 +82,8 @@ def about(entry: Entry) -> About:
         description=summary(cls),
         formula=getattr(cls, "formula", ""),
         source=getattr(cls, "source", ""),
+        # A setting may be called so.
+        cost="" if "cost" in properties else getattr(cls, "cost", ""),
         role=role_of(cls) if entry.kind == "scorer" else "",
         needs=_needs(cls),
         settings=tuple(_setting(cls, name, one) for name, one in properties.items()),

@@ -29,6 +29,7 @@ def build(whole: Item) -> Policy:
         "score": partial(_plugin, "score"),
         "budget": _budget,
         "select": partial(_plugin, "selector"),
+        "evicted": partial(_plugin, "evicted"),
         "decode": _decode,
         "store": partial(_plugin, "store"),
     }

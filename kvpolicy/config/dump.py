@@ -27,6 +27,7 @@ def dump(policy: Policy) -> dict[str, Any]:
         "score": dump_plugin(policy.score),
         "budget": {**size, "layers": _short(budget.layers), "heads": _short(budget.heads)},
         "select": dump_plugin(policy.select),
+        "evicted": _short(policy.evicted),
         "prefill": policy.prefill,
         "decode": None if policy.decode is None else dataclasses.asdict(policy.decode),
         "store": _short(policy.store),
@@ -86,6 +87,7 @@ def to_yaml(policy: Policy) -> str:
       type: top-k
       sinks: 4
       recent: 8
+    evicted: drop
     prefill: whole
     decode: null
     store: plain

@@ -13,7 +13,7 @@ from kvpolicy.errors import PolicyError, PolicyFileError, nearest
 from kvpolicy.plugin import child_fields, role_of
 from kvpolicy.registry import registry
 
-KEYS = ("name", "description", "extends", "score", "budget", "select", "prefill", "decode", "store")
+KEYS = ("name", "description", "extends", "score", "budget", "select", "evicted", "prefill", "decode", "store")
 """What a policy file may say at its top."""
 
 A_PATH = "The path of a file has a '/' or ends in .yaml."
@@ -22,6 +22,7 @@ A_PATH = "The path of a file has a '/' or ends in .yaml."
 DEFAULTS = {
     "budget": {"layers": "uniform", "heads": "uniform"},
     "select": {"type": "top-k"},
+    "evicted": {"type": "drop"},
     "store": {"type": "plain"},
 }
 """What every policy is laid over."""

@@ -23,6 +23,7 @@ PLACES = {
     "layers": ("layers",),
     "heads": ("heads",),
     "selector": ("selector",),
+    "evicted": ("evicted",),
     "store": ("store",),
 }
 """The kinds that may stand in each place of a policy file."""
@@ -32,7 +33,7 @@ def schema() -> dict[str, Any]:
     """Return the JSON schema, draft 2020-12, of a policy file.
 
     >>> sorted(schema()["properties"])
-    ['budget', 'decode', 'description', 'extends', 'name', 'prefill', 'score', 'select', 'store']
+    ['budget', 'decode', 'description', 'evicted', 'extends', 'name', 'prefill', 'score', 'select', 'store']
     """
     definitions: dict[str, Any] = {"budget": _budget()}
     for place, kinds in PLACES.items():
@@ -54,6 +55,7 @@ def schema() -> dict[str, Any]:
             "score": {"$ref": "#/$defs/score", "description": about["score"]},
             "budget": {"$ref": "#/$defs/budget", "description": about["budget"]},
             "select": {"$ref": "#/$defs/selector", "description": about["select"]},
+            "evicted": {"$ref": "#/$defs/evicted", "description": about["evicted"]},
             "store": {"$ref": "#/$defs/store", "description": about["store"]},
             "prefill": _setting(Policy, "prefill"),
             "decode": {"anyOf": [_decode(), {"type": "null"}], "description": about["decode"]},

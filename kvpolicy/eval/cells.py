@@ -1,4 +1,4 @@
-"""A cell: one policy at one budget on one task. Running it makes one result file, named by the hash of the cell."""
+"""A cell: one policy at one budget on one task. Measured, it is one result file, named by the hash of the cell."""
 
 from __future__ import annotations
 
@@ -57,6 +57,14 @@ class Cell:
     examples: str
 
     @property
+    def budget(self) -> int | float | None:
+        """The policy's: slots a KV head, or a share of the tokens seen; None where it keeps everything."""
+        budget = self.policy["budget"]
+        if "tokens" in budget:
+            return int(budget["tokens"])
+        return None if budget["keep"] == 1 else float(budget["keep"])
+
+    @property
     def name(self) -> str:
         """The hash of all of it, 16 hexadecimal digits."""
         return digest(dataclasses.asdict(self))
@@ -75,27 +83,6 @@ def digest(value: object) -> str:
 def result_path(cell: Cell, folder: Path) -> Path:
     """Return where the result of a cell is, once there is one."""
     return folder / f"{cell.name}.jsonl"
-
-
-def run_cell(cell: Cell, folder: Path, bench: Bench, *, advance: Callable[[], None] = lambda: None) -> bool:
-    """Return whether the cell was measured; it is not where its result is in `folder` already.
-
-    The file appears whole or not at all.
-
-    Args:
-        cell: what to measure.
-        folder: where results are.
-        bench: the cell's model.
-        advance: called after each example.
-
-    Raises:
-        ResultError: when the file cannot be written; there is none then.
-    """
-    path = result_path(cell, folder)
-    if path.exists():
-        return False
-    write_whole(path, measure(cell, bench, advance=advance))
-    return True
 
 
 def measure(cell: Cell, bench: Bench, *, advance: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:

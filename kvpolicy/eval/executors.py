@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, not_installed
 
 if TYPE_CHECKING:
     from kvpolicy.eval.processes import Processes
@@ -52,10 +52,7 @@ def open_executor(engine: Engine, workers: int, options: Mapping[str, Any], fold
     """
     package = {Engine.DASK: "distributed"}.get(engine, str(engine))
     if engine is not Engine.PROCESSES and importlib.util.find_spec(package) is None:
-        raise ExecutorError(
-            f"--executor {engine}: it needs {package}, which is not installed. Install it:  "
-            f"pip install 'kvpolicy[{engine}]'"
-        )
+        raise ExecutorError(not_installed(f"--executor {engine}", package, engine))
     opened: Callable[..., Any] = {
         Engine.PROCESSES: _processes,
         Engine.SUBMITIT: _submitit,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpolicy.config import dump, load
+from kvpolicy.config import dump, load, load_at
 from kvpolicy.errors import PolicyError
 from kvpolicy.eval.bench import Bench
 from kvpolicy.eval.cells import Cell, Mode, digest
@@ -26,13 +26,25 @@ OF_PICTURES = {"name": "euclid-alone", "score": "euclidean-diversity", "select":
 """What every table of pictures has besides: diversity without importance, which is hard to beat there."""
 SHIPPED = "shipped"
 """Stands for every policy that is part of kvpolicy."""
+BUDGETS = "--budgets"
+"""The option that budgets come by, for errors."""
 
 
-def policies(asked: Sequence[str], budgets: Sequence[int | float]) -> list[Policy]:
+def policies(
+    asked: Sequence[str],
+    budgets: Sequence[int | float],
+    *,
+    left_out: Callable[[str, int | float], None] = lambda name, budget: None,
+) -> list[Policy]:
     """Return the policies of a table, at each budget; those that keep everything once.
 
     To those asked for, of which `SHIPPED` stands for all that a budget holds, come `ALWAYS`, and for each that weighs
     by redundancy the same without that weight.
+
+    Args:
+        asked: names and paths, as `kvpolicy.load` takes them.
+        budgets: slots a KV head, or shares.
+        left_out: called with each policy that `SHIPPED` stands for and that protects more slots than a budget has.
 
     Raises:
         PolicyFileError: when one is wrong, or a budget does not hold what it protects.
@@ -41,15 +53,22 @@ def policies(asked: Sequence[str], budgets: Sequence[int | float]) -> list[Polic
     ['full', 'random', 'snapkv', 'ecokv', 'ecokv, no redundancy weight']
     """
     found = {}
-    out = left_out(asked, budgets)
+    named = {*ALWAYS, *asked}
     for name in _names(asked):
-        for budget in [budget for budget in budgets if (name, budget) not in out]:
-            policy = load(name) if load(name).trivial else load(name, budget=budget)
-            found[digest(dump(policy))] = policy
+        own = load(name)
+        for budget in budgets:
+            try:
+                policy = own if own.trivial else _at(name, budget, asked)
+            except PolicyError:
+                if name in named:
+                    raise
+                left_out(name, budget)
+            else:
+                found[digest(dump(policy))] = policy
     weighed = list(found.values())
     ablated = [one for one in map(without_weight, weighed) if one]
     if not ablated:
-        ablated = [one for one in (without_weight(load(WEIGHED, budget=budget)) for budget in budgets) if one]
+        ablated = [one for one in (without_weight(_at(WEIGHED, budget, asked)) for budget in budgets) if one]
     return [*weighed, *ablated]
 
 
@@ -62,29 +81,14 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in kvpolicy_policies().glob("*.yaml"))
 
 
-def left_out(asked: Sequence[str], budgets: Sequence[int | float]) -> list[tuple[str, int | float]]:
-    """Return which of the policies that `SHIPPED` stands for protect more slots than a budget has, with that budget.
-
-    >>> left_out(["snapkv"], [4])
-    []
-    """
-    named = {*ALWAYS, *asked}
-    implied = [name for name in _names(asked) if name not in named]
-    return [(name, budget) for name in implied for budget in budgets if not _holds(budget, name)]
-
-
 def _names(asked: Sequence[str]) -> list[str]:
     named = [name for word in asked for name in (shipped() if word == SHIPPED else [word])]
     return list(dict.fromkeys([*ALWAYS, *named]))
 
 
-def _holds(budget: int | float, name: str) -> bool:
-    load(name)  # what is wrong with the policy itself is no matter of budgets
-    try:
-        load(name, budget=budget)
-    except PolicyError:
-        return False
-    return True
+def _at(name: str, budget: int | float, asked: Sequence[str]) -> Policy:
+    besides = "" if name in asked else ", part of every table"
+    return load_at(name, budget, f"{BUDGETS}: policy {name!r}{besides}")
 
 
 def without_weight(policy: Policy) -> Policy | None:

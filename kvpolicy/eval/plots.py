@@ -6,13 +6,13 @@ import io
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from kvpolicy.errors import not_installed
 from kvpolicy.eval.cells import ResultError
 from kvpolicy.eval.table import Row, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INSTALL = "pip install 'kvpolicy[eval]'"
 MARKERS = "os^DvP"
 """Not as many as there are colours, so that 42 policies are told apart by both."""
 APART, TOGETHER = 0.012, 0.1
@@ -28,7 +28,7 @@ def require() -> None:
         ResultError: when matplotlib is not there.
     """
     if find_spec("matplotlib") is None:
-        raise ResultError(f"plots need matplotlib, which is not installed: {INSTALL}")
+        raise ResultError(not_installed("--html: drawing the plots", "matplotlib", "eval"))
 
 
 def pareto(table: Table) -> bytes:

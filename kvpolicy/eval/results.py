@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.eval.cells import FORMAT, Cell, ResultError
+from kvpolicy.eval.tasks.own import OwnExamples
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ def read_result(path: Path) -> Result:
         raise ResultError(f"{path}: it is damaged: {error}. Remove it and run `kvpolicy eval` again") from None
     if cell.name != path.stem or len(lines) < 2:
         raise ResultError(f"{path}: it is damaged: not what was written. Remove it and run `kvpolicy eval` again")
+    asked = None if cell.task["task"] == OwnExamples.name else cell.task.get("samples")
+    if asked is not None and len(lines) - 1 < asked:
+        found = f"expected {asked} examples, got {len(lines) - 1}"
+        raise ResultError(f"{path}: it is damaged: {found}. Remove it and run `kvpolicy eval` again")
     return Result(header, cell, lines[1:])
 
 

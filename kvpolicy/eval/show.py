@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import rich.table
 
 from kvpolicy.eval.statistics import LEAST, Interval
 from kvpolicy.eval.table import Row, Table
 
+POLICY = "policy"
+SIZES = (POLICY, "budget", "examples", "KV MB", "of full")
+"""The columns before the scores."""
+
 
 def headings(table: Table, baseline: str | None) -> list[str]:
     """Return the names of the columns."""
-    names = ["policy", "budget", "examples", "KV MB", "of full"]
+    names = [*SIZES]
     for score, more in table.scores.items():
         names.append(f"{score} ({'more' if more else 'less'} is better)")
         if baseline:
@@ -59,7 +63,7 @@ def span(found: Interval, *, signed: bool = False) -> str:
 
 
 def notes(table: Table) -> list[str]:
-    """Return what a reader of the table has to know: of how little it is, and where the model cannot do the task."""
+    """Return what a reader of the table has to know: of how little it is, what it lacks, what the model cannot do."""
     found = []
     fewest = min(row.examples for row in table.rows)
     if fewest < LEAST:
@@ -67,14 +71,64 @@ def notes(table: Table) -> list[str]:
     score, more = next(iter(table.scores.items()))
     if more and any(row.budget is None and row.scores[score].mean == 0 for row in table.rows):
         found.append(f"{score} is 0 with the full cache: the model cannot do this task, which says nothing of policies")
+    if table.gaps:
+        found.append(f"not in the folder, of what its policies and budgets make: {_gaps(table)}")
     return found
 
 
-def terminal(table: Table, baseline: str | None) -> rich.table.Table:
-    """Return a table for the terminal."""
-    shown = rich.table.Table(title=f"{table.title}: {table.about}", title_justify="left")
-    for at, name in enumerate(headings(table, baseline)):
-        shown.add_column(name, justify="right" if at else "left")
-    for row in table.rows:
-        shown.add_row(*cells(row, list(table.scores), baseline))
+def _gaps(table: Table) -> str:
+    """Return what a table lacks in words, a policy with its budgets after the other."""
+    by_policy: dict[str, list[str]] = {}
+    for gap in table.gaps:
+        size = f" at {budget(gap.budget)}" if gap.budget is not None else ""
+        seeds = f" (seed {', '.join(map(str, gap.seeds))})" if gap.seeds else ""
+        by_policy.setdefault(gap.policy, []).append(size + seeds)
+    return "; ".join(f"{policy}{','.join(sizes)}" for policy, sizes in by_policy.items())
+
+
+def terminal(table: Table, baseline: str | None, width: int) -> list[rich.table.Table]:
+    """Return a table for a terminal so many columns wide.
+
+    Where that is too narrow, headings and names of policies are broken between words; where it is still, there is one
+    for each score, without examples and megabytes, intervals below their means.
+    """
+    rows = [cells(row, list(table.scores), baseline) for row in table.rows]
+    columns = dict(zip(headings(table, baseline), map(list, zip(*rows, strict=True)), strict=True))
+    title = f"{table.title}: {table.about}"
+    if _frame(columns) + sum(_widths(columns, str.splitlines)) <= width:
+        return [_drawn(title, columns)]
+    if _frame(columns) + sum(_widths(columns, str.split)) <= width:
+        return [_drawn(title, columns, width)]
+    stacked = {name: [text.replace(" [", "\n[") for text in texts] for name, texts in columns.items()}
+    scores, each = list(columns)[len(SIZES) :], 2 if baseline else 1
+    parts = [[POLICY, "budget", "of full", *scores[at : at + each]] for at in range(0, len(scores), each)]
+    drawn = [_drawn("", {name: stacked[name] for name in part}, width) for part in parts]
+    drawn[0].title = title
+    return drawn
+
+
+def _drawn(title: str, columns: Mapping[str, Sequence[str]], width: int | None = None) -> rich.table.Table:
+    """Return a table; given a width, it is broken to fit into that."""
+    shown = rich.table.Table(title=title, title_justify="left")
+    _, *needs = _widths(columns, str.split)
+    room = None if width is None else max(1, width - sum(needs) - _frame(columns))
+    named, *others = columns
+    shown.add_column(named, max_width=room, overflow="fold")
+    for name, need in zip(others, needs, strict=True):
+        shown.add_column(name, max_width=need if width else None, justify="right")
+    for row in zip(*columns.values(), strict=True):
+        shown.add_row(*row)
     return shown
+
+
+def _frame(columns: Mapping[str, Sequence[str]]) -> int:
+    return 3 * len(columns) + 1
+
+
+def _widths(columns: Mapping[str, Sequence[str]], broken: Callable[[str], list[str]]) -> list[int]:
+    """Return how wide each column is with headings and names of policies broken into such parts."""
+    found = []
+    for name, texts in columns.items():
+        of_cells = broken if name == POLICY else str.splitlines
+        found.append(max(len(part) for part in [*broken(name), *(part for text in texts for part in of_cells(text))]))
+    return found

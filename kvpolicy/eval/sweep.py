@@ -1,4 +1,4 @@
-"""Measures cells on any executor: a pool of processes, or an engine for many machines."""
+"""Measures cells: in this process, or on any executor, a pool of processes or an engine for many machines."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.eval.cells import Cell, result_path, write_whole
+from kvpolicy.eval.bench import Bench
+from kvpolicy.eval.cells import Cell, measure, result_path, write_whole
 from kvpolicy.eval.grid import Grid
 from kvpolicy.eval.worker import BenchSpec, Failure, cell_lines, grid_cells, guarded
 
@@ -36,6 +38,47 @@ class Executor(Protocol):
     """Makes calls elsewhere; those of concurrent.futures, Dask, submitit and loky are such."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> Future: ...
+
+
+def sweep_here(
+    cells: Sequence[Cell],
+    folder: Path,
+    bench: Bench,
+    *,
+    begun: Callable[[Cell], None] = lambda cell: None,
+    advance: Callable[[], None] = lambda: None,
+) -> int:
+    """Return how many cells were measured in this process: those whose result is not in `folder` by their turn.
+
+    One that fails is left, and all others are measured.
+
+    Args:
+        cells: what to measure, as `Grid.cells` makes them.
+        folder: where results are.
+        bench: of the cells' model and text.
+        begun: called before each cell.
+        advance: called after each example.
+
+    Raises:
+        SweepError: after all others, with the cells that could not be measured.
+        ResultError: when a result cannot be written.
+    """
+    missing = _missing(cells, folder)
+    failed: dict[str, list[Cell]] = {}
+    measured = 0
+    for cell in missing:
+        # Another command may have measured it meanwhile.
+        if (path := result_path(cell, folder)).exists():
+            continue
+        begun(cell)
+        found = guarded(partial(measure, cell, bench, advance=advance))
+        if isinstance(found, Failure):
+            failed.setdefault(found.error, []).append(cell)
+        else:
+            write_whole(path, found)
+            measured += 1
+    _check_none(failed, len(missing), folder)
+    return measured
 
 
 def cells_of(grid: Grid, spec: BenchSpec, executor: Executor, *, retries: int = RETRIES) -> list[Cell]:
@@ -80,7 +123,7 @@ def sweep(
             more work.
         ResultError: when a result cannot be written.
     """
-    missing = list({cell.name: cell for cell in cells if not result_path(cell, folder).exists()}.values())
+    missing = _missing(cells, folder)
     calls = [(cell_lines, spec, cell) for cell in missing]
     failed: dict[str, list[Cell]] = {}
     with closing(_outcomes(executor, calls, workers=workers, retries=retries)) as outcomes:
@@ -91,9 +134,12 @@ def sweep(
             else:
                 write_whole(result_path(cell, folder), found)
             finished(cell)
-    if failed:
-        raise SweepError(_report(failed, len(missing), folder))
+    _check_none(failed, len(missing), folder)
     return len(missing)
+
+
+def _missing(cells: Sequence[Cell], folder: Path) -> list[Cell]:
+    return list({cell.name: cell for cell in cells if not result_path(cell, folder).exists()}.values())
 
 
 def _outcomes(
@@ -139,13 +185,16 @@ def _submit(executor: Executor, call: tuple[Any, ...]) -> Future:
         raise SweepError(f"the executor takes no more work, {type(error).__name__}: {error}") from error
 
 
-def _report(failed: dict[str, list[Cell]], total: int, folder: Path) -> str:
+def _check_none(failed: dict[str, list[Cell]], total: int, folder: Path) -> None:
+    """Raise when cells have failed, by error, out of so many."""
+    if not failed:
+        return
     count = sum(map(len, failed.values()))
     parts = [f"{count} of {total} cells were not measured; the others are in {folder}. The same command tries again."]
     for error, cells in failed.items():
         parts += [f"  {_title(cell)}" for cell in cells]
         parts += [f"    {line}" for line in error.rstrip().splitlines()]
-    return "\n".join(parts)
+    raise SweepError("\n".join(parts))
 
 
 def _title(cell: Cell) -> str:

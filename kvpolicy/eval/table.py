@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpolicy.errors import nearest
-from kvpolicy.eval.cells import ResultError, digest
+from kvpolicy.eval.cells import Cell, ResultError, digest
+from kvpolicy.eval.gaps import Gap, gaps
 from kvpolicy.eval.results import Result
 from kvpolicy.eval.statistics import Interval, interval
 
@@ -52,6 +53,7 @@ class Table:
         mode: whether the question is in view when policies decide.
         scores: what is measured, by name, and whether more is better.
         rows: by budget, the largest first; of one budget, the best first.
+        gaps: what is not there, though results of the same model suggest it.
     """
 
     model: str
@@ -59,6 +61,7 @@ class Table:
     mode: str
     scores: dict[str, bool]
     rows: list[Row]
+    gaps: list[Gap]
 
     @property
     def title(self) -> str:
@@ -87,15 +90,21 @@ def tables(results: Sequence[Result], baseline: str | None = None) -> list[Table
         if baseline not in known:
             raise ResultError(f"expected a baseline among the results, got {baseline!r}.{nearest(baseline, known)}")
     groups: dict[str, list[Result]] = {}
+    of_model: dict[tuple[str, str], list[Cell]] = {}
     for result in results:
         cell = result.cell
         key = json.dumps([cell.model, cell.weights, cell.task], sort_keys=True)
         groups.setdefault(key, []).append(result)
+        of_model.setdefault((cell.model, cell.weights), []).append(cell)
     found = []
     for _, group in sorted(groups.items()):
         _check_texts(group)
+        every = of_model[group[0].cell.model, group[0].cell.weights]
         modes = sorted({result.cell.mode for result in group} - {"either"}) or ["either"]
-        found += [_table(mode, [one for one in group if one.cell.mode in (mode, "either")], baseline) for mode in modes]
+        for mode in modes:
+            of_mode = [one for one in group if one.cell.mode in (mode, "either")]
+            lacking = gaps([one.cell for one in of_mode], every)
+            found.append(_table(mode, of_mode, lacking, baseline))
     return found
 
 
@@ -110,7 +119,7 @@ def _check_texts(group: Iterable[Result]) -> None:
             )
 
 
-def _table(mode: str, results: Sequence[Result], baseline: str | None) -> Table:
+def _table(mode: str, results: Sequence[Result], lacking: list[Gap], baseline: str | None) -> Table:
     """Return the table of one task in one mode; several seeds of a policy are examples of one row."""
     by_policy: dict[str, list[Result]] = {}
     for result in results:
@@ -118,16 +127,14 @@ def _table(mode: str, results: Sequence[Result], baseline: str | None) -> Table:
     groups = list(by_policy.values())
     scores: dict[str, bool] = results[0].header["scores"]
     reference = {
-        _budget(group[0].cell.policy): _by_example(group, scores)
-        for group in groups
-        if group[0].cell.policy["name"] == baseline
+        group[0].cell.budget: _by_example(group, scores) for group in groups if group[0].cell.policy["name"] == baseline
     }
     names = _names(groups)
     rows = [_row(name, group, scores, reference) for name, group in zip(names, groups, strict=True)]
     first, more = next(iter(scores.items()))
     rows.sort(key=lambda row: (-_size(row.budget), row.scores[first].mean * (-1 if more else 1), row.policy))
     cell = results[0].cell
-    return Table(cell.model, cell.task, mode, scores, _with_front(rows, first, more))
+    return Table(cell.model, cell.task, mode, scores, _with_front(rows, first, more), lacking)
 
 
 def _row(
@@ -137,7 +144,7 @@ def _row(
     reference: Mapping[int | float | None, dict[str, Scores]],
 ) -> Row:
     found = _by_example(group, scores)
-    budget = _budget(group[0].cell.policy)
+    budget = group[0].cell.budget
     # A baseline that keeps everything is one at any budget.
     other = reference.get(budget, reference.get(None, {}))
     differences = {}
@@ -166,19 +173,12 @@ def _by_example(group: Iterable[Result], scores: Iterable[str]) -> dict[str, Sco
 
 def _names(groups: Sequence[Sequence[Result]]) -> list[str]:
     """Return what each policy is called: its name, and where two at one budget share it, a part of its hash."""
-    policies = [group[0].cell.policy for group in groups]
-    called = [(policy["name"], _budget(policy)) for policy in policies]
+    cells = [group[0].cell for group in groups]
+    called = [(cell.policy["name"], cell.budget) for cell in cells]
     return [
-        name if called.count((name, budget)) == 1 else f"{name} #{digest(policy)[:4]}"
-        for policy, (name, budget) in zip(policies, called, strict=True)
+        name if called.count((name, budget)) == 1 else f"{name} #{digest(cell.policy)[:4]}"
+        for cell, (name, budget) in zip(cells, called, strict=True)
     ]
-
-
-def _budget(policy: Mapping[str, Any]) -> int | float | None:
-    budget = policy["budget"]
-    if "tokens" in budget:
-        return int(budget["tokens"])
-    return None if budget["keep"] == 1 else float(budget["keep"])
 
 
 def _size(budget: int | float | None) -> float:

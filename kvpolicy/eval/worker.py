@@ -6,8 +6,10 @@ import functools
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -66,6 +68,28 @@ def launched() -> tuple[int, int]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return 1, 1
     return int(os.environ["RANK"]) + 1, int(os.environ["WORLD_SIZE"])
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Let no process of a launcher leave the block before the others are through: it ends them once one has failed.
+
+    An interrupt is waited for by nobody.
+    """
+    try:
+        yield
+    except KVPolicyError:
+        _meet()
+        raise
+    _meet()
+
+
+def _meet() -> None:
+    if launched() == (1, 1) or "MASTER_ADDR" not in os.environ:
+        return
+    torch.distributed.init_process_group("gloo", timeout=timedelta(days=365))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)

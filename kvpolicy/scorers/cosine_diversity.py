@@ -34,6 +34,7 @@ class CosineDiversity:
     role = "diversity"
     source = "MixKV, arXiv 2510.20707; one of the two diversities of ECOKV, arXiv 2609.06663"
     formula = "-cos(k_i, mean_j k_j/|k_j|), j over the candidates"
+    cost = "time O(n D), memory O(n D)"
     on: On = "keys"
     space: Space = "post-rope"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
@@ -42,11 +42,12 @@ class CurDKV:
     role = "importance"
     source = "CurDKV, arXiv 2509.15038, and its press in kvpress"
     formula = "|k_i|^2/sum_j |k_j|^2 * |v_i|^2/sum_j |v_j|^2, j in the window of i, over its sum in the head"
+    cost = "time O(n D + n log n), memory O(n D); with a sketch, time O(n D S + n log n)"
     needs = Needs(keys=True, values=True)
     leverage: Literal["key", "value", "kv-avg", "kv-product"] = "kv-product"
     window: Annotated[int, Ge(1)] = 16
     sketch: Annotated[int, Ge(1)] | None = None
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0), Lt(2**47)] = 0
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, in [0, 1], higher means a larger share."""

@@ -31,6 +31,7 @@ class EuclideanDiversity:
     role = "diversity"
     source = "ManifoldKV, arXiv 2602.08343; one of the two diversities of ECOKV, arXiv 2609.06663"
     formula = "|k_i - mean_j k_j|, j over the candidates"
+    cost = "time O(n D), memory O(n D)"
     on: On = "keys"
     space: Space = "post-rope"
 

@@ -43,6 +43,7 @@ class ExpectedAttention:
     role = "importance"
     source = "Expected Attention, arXiv 2510.00636, and ExpectedAttentionPress of kvpress, by its authors"
     formula = "(mean_g softmax(k . R m * scaling + k . R C R^T k * scaling^2 / 2) + epsilon) * |v|, m, C of queries"
+    cost = "time O(n G D^2), memory O(n G D + G D^2)"
     needs = Needs(queries=ALL, keys=True, values=True, pre_rope=True, call=True)
     n_future_positions: Annotated[int, Ge(1)] = 512
     n_sink: Annotated[int, Ge(0)] = 4

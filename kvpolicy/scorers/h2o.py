@@ -37,6 +37,7 @@ class H2O:
     role = "importance"
     source = "H2O, arXiv 2306.14048, algorithm 1 and its code; mean: ObservedAttentionPress of kvpress"
     formula = "mean_g sum_w softmax(q_w . k * scaling)"
+    cost = "time O(n^2 G D), memory O(n G D)"
     needs = Needs(queries=ALL, keys=True)
     accumulate: Literal["sum", "mean"] = "sum"
 

@@ -26,6 +26,7 @@ class KeyDiff:
     role = "diversity"
     source = "KeyDiff, arXiv 2504.15364, with the mean of normalised keys as anchor"
     formula = "-cos(k_i, mean_j k_j/|k_j|), j over the valid slots"
+    cost = "time O(n D), memory O(n D)"
     needs = Needs(keys=True)
 
     def __call__(self, view: LayerView) -> Tensor:

@@ -24,6 +24,7 @@ class KeyNorm:
     role = "importance"
     source = "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430"
     formula = "-|k_i|"
+    cost = "time O(n D), memory O(n D)"
     needs = Needs(keys=True)
 
     def __call__(self, view: LayerView) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from kvpolicy.blocks import Block, attention_blocks
@@ -37,9 +37,10 @@ class Keyformer:
     role = "importance"
     source = "Keyformer, arXiv 2403.09054, and its code, which draws noise for each query anew"
     formula = "mean_g sum_w softmax((q_w . k * scaling + gumbel) / tau_init)"
+    cost = "time O(n^2 G D), memory O(n G D)"
     needs = Needs(queries=ALL, keys=True)
     tau_init: Annotated[float, Gt(0)] = 1.0
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0), Lt(2**47)] = 0
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, 0 or more, higher means more attended to."""

@@ -44,6 +44,7 @@ class LagKV:
     role = "importance"
     source = "LagKV, arXiv 2504.04704, and its press in kvpress"
     formula = "rank_i(softmax_i(std_d((k_i - min)/(max - min))) + the same of v_i) / L, min and max of the next L"
+    cost = "time O(n D + n log n), memory O(n D)"
     needs = Needs(keys=True, values=True)
     lag: Annotated[int, Ge(2)] = 128
     sinks: Annotated[int, Ge(0)] = 4

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
@@ -44,10 +44,11 @@ class Leverage:
     role = "diversity"
     source = "Compactor, arXiv 2507.08143, its leverage scores"
     formula = "x_i^T (X^T X + ridge)^-1 x_i, x_i = (k_i - mean_j k_j) Phi, Phi ~ N(0, 1/sketch)"
-    sketch: Annotated[int, Ge(1)] | None = 48
+    cost = "time O(n D S + n S^2 + S^3), memory O(n D + D S + S^2), S the columns of the sketch"
+    sketch: Annotated[int, Ge(1), Le(4096)] | None = 48
     space: Space = "pre-rope"
     ridge: Annotated[float, Gt(0)] = 1e-2
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0), Lt(2**47)] = 0
 
     @property
     def needs(self) -> Needs:

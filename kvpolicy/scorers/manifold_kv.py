@@ -37,6 +37,7 @@ class ManifoldKV:
     role = "diversity"
     source = "ManifoldKV, arXiv 2602.08343, and its windowed centroid"
     formula = "|k_i - mean_j k_j|, j over the valid slots of the window of i"
+    cost = "time O(n D), memory O(n D); with a window, time O(n D + n log n)"
     needs = Needs(keys=True)
     window: Annotated[int, Ge(1)] | None = None
 

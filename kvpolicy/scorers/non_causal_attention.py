@@ -8,7 +8,7 @@ import torch
 from annotated_types import Ge
 from einops import einsum, rearrange, reduce
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, pad
+from torch.nn.functional import avg_pool1d
 
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.maths import norms
@@ -45,6 +45,7 @@ class NonCausalAttention:
     role = "importance"
     source = "Compactor, arXiv 2507.08143, and NonCausalAttnPress of kvpress, by its authors"
     formula = "pool_3(|v_i| * mean_g sum_j softmax(q_j . k_i)), j over the queries of the chunk, i over its slots"
+    cost = "time O(n C G D), memory O(n G D + C^2 G)"
     needs = Needs(queries=ALL, keys=True, values=True)
     chunk_size: Annotated[int, Ge(1)] = 256
 
@@ -64,8 +65,12 @@ class NonCausalAttention:
         """Return what the slots of a chunk get, ``[H, c]``, of keys ``[H, c, D]`` at positions int64 ``[H, c]``."""
         queries, asked = _queries_at(row, positions)
         filled = self.chunk_size - keys.shape[1]
-        logits = pad(einsum(queries, keys, "h g q d, h k d -> h g q k"), (0, filled))
-        attention = logits.softmax(-1)[..., : keys.shape[1]] * asked[:, None, :, None]
+        logits = einsum(queries, keys, "h g q d, h k d -> h g q k")
+        # A softmax in which each key of zeros has a logit of 0.
+        largest = logits.amax(-1, keepdim=True).clamp(min=0 if filled else None, max=torch.inf)
+        weights = (logits - largest).exp()
+        of_zeros = filled * (-largest).exp() if filled else 0
+        attention = weights / (weights.sum(-1, keepdim=True) + of_zeros) * asked[:, None, :, None]
         # Each query of zeros gives an even share to all.
         return reduce(attention, "h g q k -> h g k", "sum").mean(1) + filled / self.chunk_size
 
@@ -73,7 +78,7 @@ class NonCausalAttention:
 def _queries_at(row: LayerView, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return the query at each position, float32 ``[H, G, c, D]``, and where there is one, bool ``[H, c]``."""
     asking = row.query_positions[0]
-    index = torch.searchsorted(asking, positions).clamp(max=len(asking) - 1)
+    index = torch.searchsorted(asking, positions.contiguous()).clamp(max=len(asking) - 1)
     queries = rearrange(row.queries[0], "(h g) w d -> h g w d", h=row.kv_heads)  # type: ignore[index]
     index_of = index[:, None, :, None].expand(-1, row.group, -1, queries.shape[-1])
     return queries.gather(2, index_of).float().clamp(-_LIMIT, _LIMIT), asking[index] == positions

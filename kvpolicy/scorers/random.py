@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
+from kvpolicy.maths import noise
 from kvpolicy.plugin import settings
 from kvpolicy.types import LayerView, Needs
 
@@ -22,6 +22,7 @@ class Random:
     Args:
         seed: another seed, other numbers.
 
+    >>> import torch
     >>> view = LayerView(keys=torch.zeros(1, 1, 3, 2), values=torch.zeros(1, 1, 3, 2))
     >>> bool((Random()(view) == Random()(view)).all()), bool((Random()(view) == Random(seed=1)(view)).any())
     (True, False)
@@ -31,18 +32,13 @@ class Random:
     role = "other"
     source = "kvpolicy"
     formula = "uniform noise, seeded"
+    cost = "time O(n), memory O(n)"
     needs = Needs()
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0), Lt(2**47)] = 0
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``."""
-        generator = torch.Generator("cpu").manual_seed(self.seed * 100_003 + view.layer)
-        # Slot by slot, so that the numbers of the first slots do not depend on how many follow.
-        noise = torch.rand(view.slots, view.kv_heads, generator=generator, dtype=torch.float32, device="cpu").T.to(
-            view.valid.device
-        )
-        place = (view.valid.cumsum(-1) - 1).clamp(min=0)
-        return noise.expand(len(place), -1, -1).gather(-1, place)
+        return noise(view.valid, self.seed * 100_003 + view.layer)
 
 
 @hookimpl

@@ -24,6 +24,7 @@ class Recency:
     role = "other"
     source = "StreamingLLM, arXiv 2309.17453"
     formula = "place_i / (n - 1)"
+    cost = "time O(n), memory O(n)"
     needs = Needs()
 
     def __call__(self, view: LayerView) -> Tensor:

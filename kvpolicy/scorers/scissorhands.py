@@ -35,6 +35,7 @@ class Scissorhands:
     role = "importance"
     source = "Scissorhands, arXiv 2305.17118, algorithm 2"
     formula = "-mean_g sum_w [softmax(q_w . k * scaling) < 1 / t_w], t_w the slots that query w sees"
+    cost = "time O(n W G D), memory O(n D + n G + W G D)"
     w: Annotated[int, Ge(1)] = 400
 
     @property

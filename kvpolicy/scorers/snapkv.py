@@ -51,6 +51,7 @@ class SnapKV:
     role = "importance"
     source = "SnapKV, arXiv 2404.14469, section 4 and its code"
     formula = "mean_g pool(mean_w softmax(q_w . k * scaling))"
+    cost = "time O(n W G D + n log n), memory O(n D + n W G + W G D)"
     window: Annotated[int, Ge(1)] = 32
     kernel: Annotated[int, Ge(1), AfterValidator(_odd)] = 5
     pooling: Literal["avg", "max"] = "avg"

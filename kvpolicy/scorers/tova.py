@@ -29,6 +29,7 @@ class TOVA:
     role = "importance"
     source = "TOVA, arXiv 2401.06104, and its code"
     formula = "mean_h softmax(q_last . k * scaling), h over all query heads"
+    cost = "time O(n G D), memory O(n D + n G + G D)"
     needs = Needs(queries=1, keys=True)
 
     def __call__(self, view: LayerView) -> Tensor:

@@ -24,6 +24,7 @@ class ValueNorm:
     role = "importance"
     source = "MixKV, arXiv 2510.20707, its second importance"
     formula = "|v_i|"
+    cost = "time O(n D), memory O(n D)"
     needs = Needs(values=True)
 
     def __call__(self, view: LayerView) -> Tensor:

@@ -49,6 +49,7 @@ class ByModality:
     name = "by-modality"
     source = "kvpolicy; sinks: StreamingLLM, arXiv 2309.17453"
     formula = "protected slots + the highest scores of each modality within its share of K_h + the highest of the rest"
+    cost = "time O(n log n), memory O(n)"
     needs = Needs(modality=True)
     sinks: Annotated[int, Ge(0)] = 4
     recent: Annotated[int, Ge(0)] = 8

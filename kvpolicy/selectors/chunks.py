@@ -44,6 +44,7 @@ class Chunks:
     name = "chunks"
     source = "ChunkKV, arXiv 2502.00299, algorithm 1, as ChunkKVPress of kvpress; sinks: StreamingLLM, arXiv 2309.17453"
     formula = "sinks + recent + the chunks of the highest mean score, K_h slots a head"
+    cost = "time O(n log n), memory O(n)"
     sinks: Annotated[int, Ge(0)] = 4
     recent: Annotated[int, Ge(0)] = 8
     length: Annotated[int, Ge(1)] = 20
@@ -66,7 +67,7 @@ class Chunks:
             scores: float32 ``[B, Hkv, T]``, finite on candidates, higher means keep.
             lengths: how many slots each head keeps.
         """
-        chunk = (view.valid.cumsum(-1) - 1).clamp(min=0) // self.length
+        chunk = (view.valid.cumsum(-1) - 1).clamp(min=0) // min(self.length, view.slots)
         best = ranks(self._means(view, scores)).gather(-1, chunk)
         # Whole numbers: no score, however large, moves a slot into another chunk's place.
         order = best * view.slots + ranks(scores.where(view.candidates, -torch.inf))
@@ -76,9 +77,10 @@ class Chunks:
     def _means(self, view: LayerView, scores: Tensor) -> Tensor:
         """Return the mean score of the candidates of each chunk, ``[B, Hkv, chunks]``; -inf without any."""
         valid_first = (~view.valid).int().argsort(dim=-1, stable=True)
-        rest = -view.slots % self.length
+        length = min(self.length, view.slots)
+        rest = -view.slots % length
         parts = [pad(each.gather(-1, valid_first), (0, rest)) for each in (scores, view.candidates)]
-        scores, counted = (rearrange(each, "b h (n c) -> b h n c", c=self.length) for each in parts)
+        scores, counted = (rearrange(each, "b h (n c) -> b h n c", c=length) for each in parts)
         if self.heads == "together":
             scores, counted = (rearrange(each, "b h n c -> b 1 n (h c)") for each in (scores, counted))
         count = counted.sum(-1, keepdim=True)

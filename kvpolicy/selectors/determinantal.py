@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
@@ -47,10 +47,11 @@ class Determinantal:
     name = "determinantal"
     source = "greedy MAP of a DPP: Chen et al., arXiv 1709.05135; for a cache: kvpolicy"
     formula = "argmax_i det L(kept + i), L_ij = q_i q_j cos(k_i, k_j) + ridge * (i = j), q_i^2 = exp(quality * s_i)"
+    cost = "time O(n K D + K D^2), memory O(n D + D^2)"
     sinks: Annotated[int, Ge(0)] = 4
     recent: Annotated[int, Ge(0)] = 8
-    quality: Annotated[float, Ge(0)] = 4.0
-    ridge: Annotated[float, Gt(0)] = 1.0
+    quality: Annotated[float, Ge(0), Le(50)] = 4.0
+    ridge: Annotated[float, Ge(1e-4)] = 1.0
     on: On = "keys"
     space: Space = "post-rope"
 

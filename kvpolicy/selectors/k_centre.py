@@ -41,6 +41,7 @@ class KCentre:
     name = "k-centre"
     source = "Gonzalez, Clustering to minimize the maximum intercluster distance, 1985; for a cache: kvpolicy"
     formula = "argmax_i w * s_i + (1 - w) * min_j |k_i - k_j| / (2 * max |k|), j over what is kept"
+    cost = "time O(n K D), memory O(n D)"
     sinks: Annotated[int, Ge(0)] = 4
     recent: Annotated[int, Ge(0)] = 8
     relevance: Annotated[float, Ge(0), Le(1)] = 0.5

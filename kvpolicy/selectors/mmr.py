@@ -42,6 +42,7 @@ class MMR:
     name = "mmr"
     source = "Carbonell and Goldstein, The use of MMR, SIGIR 1998; for a cache: kvpolicy"
     formula = "argmax_i lambda * s_i - (1 - lambda) * max_j cos(k_i, k_j), j over what is kept"
+    cost = "time O(n K D), memory O(n D)"
     sinks: Annotated[int, Ge(0)] = 4
     recent: Annotated[int, Ge(0)] = 8
     relevance: Annotated[float, Ge(0), Le(1)] = 0.5

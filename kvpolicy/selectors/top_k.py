@@ -36,6 +36,7 @@ class TopK:
     name = "top-k"
     source = "sinks: StreamingLLM, arXiv 2309.17453"
     formula = "sinks + recent + the highest scores, K_h slots a head"
+    cost = "time O(n log n), memory O(n)"
     sinks: Annotated[int, Ge(0)] = 4
     recent: Annotated[int, Ge(0)] | Annotated[float, Gt(0), Lt(1)] = 8
 

@@ -89,7 +89,9 @@ class Context:
         cache = cache_state(self._held.cache, self._held.run).inside("cache")
         header = Header(versions(), policy, fingerprint(decoder_of(self._model)), self.aware, cache.plain["cache"])
         deltas = {f"deltas.{name}": part for name, part in self._held.deltas.items() if part is not None}
-        write_file(path, header, {"ids": self.tokens.ids, "mask": self.tokens.mask, **deltas, **cache.tensors})
+        crossed = {} if self._held.crossed is None else {"crossed": self._held.crossed}
+        read = {"ids": self.tokens.ids, "mask": self.tokens.mask, **crossed}
+        write_file(path, header, {**read, **deltas, **cache.tensors})
 
 
 def compress(policy: Policy, model: nn.Module, inputs: Any, question: Any = None) -> Context:
@@ -127,5 +129,6 @@ def load_context(path: str | os.PathLike[str], model: nn.Module) -> Context:
     run.report.left_alone = [index for index in range(len(cache.layers)) if index not in evictable]
     device = decoder.device
     deltas = {name: part.to(device) for name, part in State(tensors, {"deltas": {}}).part("deltas").tensors.items()}
-    held = Held(cache, Tokens(tensors["ids"].to(device), tensors["mask"].to(device)), deltas)
+    crossed = tensors["crossed"].to(device) if "crossed" in tensors else None
+    held = Held(cache, Tokens(tensors["ids"].to(device), tensors["mask"].to(device)), deltas, crossed)
     return Context(policy, model, held, aware=header.aware)

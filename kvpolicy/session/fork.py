@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.report import Report
 from kvpolicy.session import Session
 from kvpolicy.session.decoder import cache_name
-from kvpolicy.session.inputs import Tokens, forward_arguments, read_question
+from kvpolicy.session.inputs import CROSSED, Tokens, forward_arguments, read_question
 from kvpolicy.session.layers import evicting_layers
 from kvpolicy.session.positions import Deltas, deltas_of, keepers, keeping
 from kvpolicy.session.run import CacheRun, run_of
@@ -36,11 +36,13 @@ class Held:
         cache: of a session.
         tokens: those read, and behind them those to be read first.
         deltas: what the model keeps of its positions outside the cache.
+        crossed: which pictures the tokens behind may attend to, where that is by cross-attention.
     """
 
     cache: DynamicCache
     tokens: Tokens
     deltas: Deltas
+    crossed: Tensor | None = None
 
     @property
     def seen(self) -> int:
@@ -79,9 +81,14 @@ class Held:
     def copied(self, repeats: int) -> Held:
         """Return a copy that shares nothing with this one, each row `repeats` times."""
         cache = copy.deepcopy(self.cache)
-        rows = Held(cache, self.tokens, self.deltas).repeat(repeats)
+        rows = replace(self, cache=cache).repeat(repeats)
         deltas = {name: None if part is None else part[rows.to(part.device)] for name, part in self.deltas.items()}
-        return Held(cache, self.tokens.take_rows(rows), deltas)
+        crossed = None if self.crossed is None else self.crossed[rows.to(self.crossed.device)]
+        return Held(cache, self.tokens.take_rows(rows), deltas, crossed)
+
+    def crossing(self, count: int) -> dict[str, Tensor]:
+        """Return the argument of a pass over so many tokens that says which pictures each may attend to."""
+        return {} if self.crossed is None else {CROSSED: self.crossed.expand(-1, count, -1, -1)}
 
 
 class Fork:
@@ -168,9 +175,14 @@ class Fork:
         repeats = max(known[name] or 1 for name in _REPEATED)
         if repeats > 1:
             # As `generate` repeats the rows of the ids; of a copy, as it may fail.
-            held = Held(copy.deepcopy(held.cache), held.tokens, held.deltas)
+            held = replace(held, cache=copy.deepcopy(held.cache))
             held.repeat(repeats)
-        given: dict[str, Any] = {**settings, "attention_mask": told.mask, cache_name(model): held.cache}
+        given: dict[str, Any] = {
+            **held.crossing(told.length),
+            **settings,
+            "attention_mask": told.mask,
+            cache_name(model): held.cache,
+        }
         with keeping(model, held.deltas):
             output = model.generate(told.ids, **given)
             deltas = deltas_of(model)
@@ -184,7 +196,7 @@ class Fork:
             )
         if held.rows == 1:
             told = told.join(Tokens(new, torch.ones_like(new)))
-        self._open, self._seen, self._asked = Held(held.cache, told, deltas), held.seen, True
+        self._open, self._seen, self._asked = replace(held, tokens=told, deltas=deltas), held.seen, True
         if isinstance(output, Tensor):
             return new
         output.sequences = new
@@ -205,11 +217,11 @@ class Fork:
         model = self._model
         held, told = self._told("fork.logits", tokens, {})
         new = told.length - held.seen
-        given = forward_arguments(model, told, {}, last=new, seen=held.seen)
+        given = forward_arguments(model, told, held.crossing(new), last=new, seen=held.seen)
         with torch.no_grad(), keeping(model, held.deltas):
             logits: Tensor = model(**given, **{cache_name(model): held.cache}).logits  # type: ignore[arg-type]
             deltas = deltas_of(model)
-        self._open, self._seen = Held(held.cache, told, deltas), held.seen
+        self._open, self._seen = replace(held, tokens=told, deltas=deltas), held.seen
         return logits[:, -new:]
 
     def _told(self, method: str, question: Any, settings: dict[str, Any]) -> tuple[Held, Tokens]:

@@ -13,6 +13,8 @@ from kvpolicy.errors import ContextError
 from kvpolicy.session.decoder import forward_names
 from kvpolicy.session.positions import keepers
 
+CROSSED = "cross_attention_mask"
+"""What tells each token of Mllama which pictures it may attend to."""
 _OWN = ("position_ids", "inputs_embeds", "labels")
 
 
@@ -133,6 +135,18 @@ def forward_arguments(
         if "position_ids" in names and not (keepers(model) and rest):
             given["position_ids"] = _positions(tokens.mask)[:, seen:]
     return given
+
+
+def crossed_behind(rest: Mapping[str, Any], tokens: Tokens) -> Tensor | None:
+    """Return the part of the pictures that text behind the tokens may attend to, as their last ones do.
+
+    Of models that reach pictures by cross-attention (Mllama): ``[B, 1, pictures, tiles]``; None of all others.
+    """
+    mask: Tensor | None = rest.get(CROSSED)
+    if mask is None:
+        return None
+    last = (tokens.mask * torch.arange(tokens.length, device=tokens.mask.device)).argmax(-1)
+    return mask[torch.arange(len(mask), device=mask.device), last][:, None]
 
 
 def _positions(mask: Tensor) -> Tensor:

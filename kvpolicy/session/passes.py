@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvpolicy.capture import visible_columns
 from kvpolicy.report import LayerRecord
 from kvpolicy.session.when import Prompt
+from kvpolicy.step import Left
 from kvpolicy.store.layer import EvictingLayer
+from kvpolicy.types import Merged, Selection
 
 
 @dataclass
@@ -25,7 +28,7 @@ class Pass:
         decoding: whether it comes after the prompt.
         point: tokens seen when it evicts, None where it does not.
         budgets: int64 ``[B, layers]``, once known.
-        kept: by layer, what stays of the slots, bool ``[B, Hkv, T]``, where the pass goes on after it evicts.
+        left: by layer, what is left of the slots, where the pass goes on after it evicts.
         pending: layers that have cached its tokens and not yet attended to them.
         reached: layers that have attended.
     """
@@ -37,7 +40,7 @@ class Pass:
     decoding: bool = False
     point: int | None = None
     budgets: Tensor | None = None
-    kept: dict[int, Tensor] = field(default_factory=dict)
+    left: dict[int, Left] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
     _visible: tuple[Tensor | None] | None = None
@@ -52,6 +55,26 @@ class Pass:
         """Be a pass over the batch's rows `rows` (int64), once it has ended."""
         visible = self.visible(seen)
         self._visible = (visible if visible is None else visible[rows.to(visible.device)],)
+
+
+def left_of(
+    stored: tuple[Tensor, Tensor, Tensor | None], selection: Selection, tail: int, merged: Merged | None
+) -> Left:
+    """Return what an eviction leaves of the slots that its pass has stored.
+
+    Args:
+        stored: keys, values and positions.
+        selection: the slots that are kept, the last `tail` not counted.
+        tail: how many of the newest stay besides.
+        merged: what the selected slots hold from now on; None for what they hold.
+    """
+    keys, values, _ = stored
+    kept = selection.to_mask(keys.shape[2] - tail)
+    every = torch.cat([kept, kept.new_ones(*kept.shape[:2], tail)], dim=-1)
+    if merged is None:
+        return Left(every)
+    at = kept.nonzero(as_tuple=True)
+    return Left(every, keys.index_put(at, merged.keys), values.index_put(at, merged.values))
 
 
 def record(layer: EvictingLayer) -> LayerRecord:

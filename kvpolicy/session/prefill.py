@@ -15,7 +15,7 @@ from kvpolicy.session import Session
 from kvpolicy.session.cache_state import disown
 from kvpolicy.session.decoder import cache_name, find_decoders
 from kvpolicy.session.fork import Held
-from kvpolicy.session.inputs import Tokens, forward_arguments, read, read_question
+from kvpolicy.session.inputs import CROSSED, Tokens, crossed_behind, forward_arguments, read, read_question
 from kvpolicy.session.positions import deltas_of, keeping
 from kvpolicy.session.run import run_of
 
@@ -48,7 +48,9 @@ def told(decoder: PreTrainedModel, inputs: Any, question: Any) -> Told:
     if asked.length < 2:
         raise ContextError("question: expected at least 2 tokens, as its last one is read by the forks, got 1")
     asked, last = asked.split(-1)
-    # The question is text.
+    # The question is text, and attends to the pictures that the text before it does.
+    if (crossed := crossed_behind(rest, tokens)) is not None:
+        rest |= {CROSSED: torch.cat([rest[CROSSED], crossed.expand(-1, asked.length, -1, -1)], dim=1)}
     rest |= {
         name: torch.cat([value, value.new_zeros(len(value), asked.length)], dim=1)
         for name, value in rest.items()
@@ -79,7 +81,7 @@ def prefill(session: Session, model: nn.Module, given: Told) -> Held:
         )
     if run is None:
         raise UnsupportedModelError(f"{type(model).__name__}: it has no full-attention layer to compress")
-    held = Held(cache, given.tokens.join(given.last), deltas)
+    held = Held(cache, given.tokens.join(given.last), deltas, crossed_behind(given.rest, given.tokens))
     held.check_padding(held.tokens, "inputs")
     return held
 

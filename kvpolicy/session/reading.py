@@ -103,26 +103,45 @@ class Reading:
 
     def serves(self, policy: Policy) -> bool:
         """Return whether `policy` can compress it: what it needs was recorded, and outlives the pass."""
-        return self._needs | policy.needs == self._needs and (policy.trivial or not self.derived)
+        return self._refusal(policy) is None
 
-    def compress(self, policy: Policy) -> Context:
+    def _refusal(self, policy: Policy) -> str | None:
+        """Return why it does not serve `policy`, and what to do."""
+        if policy.needs.call:
+            return f"the policy reads {Needs(call=True).words}, which does not outlive the pass. Use policy.compress"
+        if self.derived and not policy.trivial:
+            return "the model derives its keys from what it caches, during the pass alone. Use policy.compress"
+        if self._needs | policy.needs != self._needs:
+            return (
+                f"the policy reads {policy.needs.words}; recorded was: {self._needs.words}. Give it to kvpolicy.read "
+                "among `policies`, or use policy.compress"
+            )
+        return None
+
+    def compress(self, policy: Policy, question: None = None) -> Context:
         """Return what `policy` keeps of it: the same as `policy.compress` of the same inputs.
 
+        Args:
+            policy: what decides.
+            question: refused: what is in view has been read with the text, so `kvpolicy.read` takes it.
+
         Raises:
-            ContextError: when it does not serve the policy.
+            ContextError: when it does not serve the policy, or is given a question.
         """
-        if not self.serves(policy):
+        if question is not None:
             raise ContextError(
-                f"policy '{policy.name}': expected one that needs no more than {self._needs}, and neither `call` nor "
-                f"a model that derives its keys, got {policy.needs}: use policy.compress, or name it in `policies`"
+                "question: expected none, as what is in view is read with the text: give it to kvpolicy.read(model, "
+                "inputs, question, policies=...), or, to ask a context that was compressed without it, to its fork"
             )
+        if why := self._refusal(policy):
+            raise ContextError(f"policy '{policy.name}': expected one that this reading serves: {why}")
         run = self._held.run.of_policy(policy, Session(policy, self._model))
         cache = copy.copy(self._held.cache)
         cache.layers = [copy.copy(layer) for layer in cache.layers]
         for layer in evicting_layers(cache):
             layer.owner, layer.window = run, _last(layer.window, policy.needs.queries)
         run.settle(cache)
-        return Context(policy, self._model, Held(cache, self._held.tokens, self._held.deltas), aware=self._aware)
+        return Context(policy, self._model, replace(self._held, cache=cache), aware=self._aware)
 
 
 def _last(window: Window | None, count: int) -> Window | None:

@@ -19,9 +19,9 @@ from kvpolicy.session.calls import CallWatch
 from kvpolicy.session.facts import BeforeRope, Facts
 from kvpolicy.session.layers import evicting_layers, lengths
 from kvpolicy.session.parallel import HeadGroup
-from kvpolicy.session.passes import Pass, record
+from kvpolicy.session.passes import Pass, left_of, record
 from kvpolicy.session.when import Prompt, eviction_point, reads, unread
-from kvpolicy.step import Attended, forget
+from kvpolicy.step import Attended, Left, forget
 from kvpolicy.store.layer import EvictingLayer
 from kvpolicy.store.state import State
 from kvpolicy.types import LayerView
@@ -114,24 +114,26 @@ class CacheRun:
         self._calls = None
 
     def state(self) -> State:
-        """Return what later evictions need to know of the tokens seen.
+        """Return what later passes need to know of the tokens seen.
 
         Raises:
             ContextError: when a file cannot hold it.
         """
+        hidden = {} if self._hidden is None else {"hidden": self._hidden}
         if self.policy.decode is None or self.policy.trivial:
-            return State({}, {})
+            return State(hidden, {})
         if self.policy.needs.pre_rope:
             raise ContextError(
                 f"policy '{self.policy.name}' evicts while decoding, by keys before RoPE: expected a policy without "
                 "`decode` or without `space: pre-rope`, as a file cannot hold how the keys were rotated"
             )
         modality = self._facts.modality
-        return State({} if modality is None else {"modality": modality}, {})
+        return State(hidden if modality is None else {**hidden, "modality": modality}, {})
 
     def restore(self, state: State, cache: Cache) -> None:
         """Take what the run of another cache knew, and record what `cache` holds."""
         self._facts = Facts(modality=state.tensors.get("modality"))
+        self._hidden = state.tensors.get("hidden")
         self.report.layers = {layer.index: record(layer) for layer in evicting_layers(cache)}
 
     def begin(self, cache: Cache, mask: Any, prompt: Prompt, modality: Tensor | None) -> None:
@@ -159,10 +161,10 @@ class CacheRun:
         # Only a CPU asks: reading a mask on another device would wait for it.
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.device.type != "cpu":
             return False
-        hidden = (mask == 0).sum(-1)
-        return torch.equal(hidden, torch.zeros_like(hidden) if self._hidden is None else self._hidden) and bool(
-            mask[:, settled:].all()
-        )
+        if not mask[:, settled:].all():
+            return False
+        hidden = mask[:, :settled] == 0
+        return not hidden.any() if self._hidden is None else torch.equal(hidden, self._hidden)
 
     def finish(self) -> None:
         """End a forward pass: check that the policy reached every layer that has cached something."""
@@ -215,27 +217,35 @@ class CacheRun:
             "run.prompt() and prefill_chunk_size, or use scorers that read keys, values and queries alone"
         )
 
-    def attended(self, layer: EvictingLayer, attended: Attended) -> Tensor | None:
+    def attended(self, layer: EvictingLayer, attended: Attended) -> Left | None:
         """Evict from `layer` if the pass is due to, and record what it holds."""
         now = self._pass
         if now is None:
             raise InactiveSessionError("attention ran outside a forward pass of the model of this cache's session")
         # Keys that several modules share, or that are attended to twice, call back more than once for an update.
         if layer.index not in now.pending:
-            return now.kept.get(layer.index)
+            return now.left.get(layer.index)
         now.pending.remove(layer.index)
         now.reached.add(layer.index)
         layer.scaling = attended.scaling
         layer.shared = attended.derived is not None
-        with _apart(attended.query.device):
-            if self.policy.trivial:
-                layer.own()
-            else:
-                self._record_queries(layer, attended.query, now)
-                if now.point is not None:
+        if self.policy.trivial:
+            layer.own()
+        else:
+            self._require_own_keys(layer)
+            self._record_queries(layer, attended.query, now)
+            if now.point is not None:
+                with _apart(attended.query.device):
                     self._evict(layer, now, now.point, attended)
         self.report.layers[layer.index] = record(layer)
-        return now.kept.get(layer.index)
+        return now.left.get(layer.index)
+
+    def _require_own_keys(self, layer: EvictingLayer) -> None:
+        if layer.shared and self.policy.merges:
+            raise UnsupportedModelError(
+                f"layer {layer.index}: its keys are derived from what it caches, which is nothing that "
+                f"'{self.policy.evicted.name}' could merge the evicted into: declare `evicted: drop`"
+            )
 
     def settle(self, cache: Cache) -> None:
         """Evict now from every layer of a cache whose prompt has been read and not been evicted from.
@@ -281,8 +291,9 @@ class CacheRun:
         later = self.policy.decode is not None or unread(now.prompt, layer.seen)
         if not self._window or (now.point is None and not later):
             return
-        with self.report.stopwatch.time("capture", query.device):
-            visible = now.visible(layer.seen)
+        with _apart(query.device), self.report.stopwatch.time("capture", query.device):
+            # Under a plain mask, what is padding was there before the last eviction: none of it is of this pass.
+            visible = None if self.plain else now.visible(layer.seen)
             start = layer.seen - (now.new or 0)
             layer.window = extend(layer.window, query, visible, start, self._window)
 
@@ -299,7 +310,7 @@ class CacheRun:
                 view = replace(view, call=self._calls.of(attended.module, read=layer.seen, end=point))
             if now.budgets is None:
                 now.budgets = policy.layer_slots(view.seen, len(self._depth))
-                self._hidden = None if visible is None else (~visible[:, :point]).sum(-1)
+                self._hidden = None if visible is None else ~visible[:, :point]
             tokens = now.budgets[:, self._depth[layer.index]].to(device)
             grace = policy.decode.grace if policy.decode is not None and now.decoding else 0
             view = policy.protect(view, tokens, grace=grace)
@@ -310,12 +321,12 @@ class CacheRun:
         with time("select", device):
             selection = policy.choose(view, scores, importance, tokens, peers=peers)
         with time("store", device):
+            merged = policy.merge(view, selection, layer.memory)
             if tail:
-                kept = selection.to_mask(view.slots)
-                now.kept[layer.index] = torch.cat([kept, kept.new_ones(*kept.shape[:2], tail)], dim=-1)
+                now.left[layer.index] = left_of(stored, selection, tail, merged)
             if derived is not None:
                 selection = selection.of_heads(stored[0].shape[1])
-            layer.evict(stored, selection, tail, policy.store)
+            layer.evict(stored, selection, tail, policy.store, merged)
         if policy.decode is None and not unread(now.prompt, layer.seen):
             layer.window = None
 

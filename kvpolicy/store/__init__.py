@@ -10,11 +10,11 @@ from kvpolicy.store.offloaded import OffloadedStore
 from kvpolicy.store.quantized import QuantizedStore
 from kvpolicy.store.ragged import RaggedStore
 from kvpolicy.store.state import State
-from kvpolicy.types import Selection
+from kvpolicy.types import Merged, Selection
 
 
 def build(
-    keys: Tensor, values: Tensor, positions: Tensor | None, selection: Selection
+    keys: Tensor, values: Tensor, positions: Tensor | None, selection: Selection, merged: Merged | None = None
 ) -> tuple[DenseStore | RaggedStore, list[list[int]]]:
     """Return a store of the selected slots, copied, and how many each row and head keeps.
 
@@ -25,12 +25,13 @@ def build(
         values: ``[B, Hkv, T, Dv]``.
         positions: int32 ``[B, Hkv, T]``, or None where slot t is position t.
         selection: the slots to keep.
+        merged: what they hold from now on; None for what they hold.
     """
     batch, heads = selection.lengths.shape
-    owner = selection.owners()
-    row, head, slot = owner // heads, owner % heads, selection.slots
-    kept_keys, kept_values = keys[row, head, slot], values[row, head, slot]
-    kept_positions = slot.to(torch.int32) if positions is None else positions[row, head, slot]
+    kept_keys, kept_values = (
+        (selection.take(keys), selection.take(values)) if merged is None else (merged.keys, merged.values)
+    )
+    kept_positions = selection.slots.to(torch.int32) if positions is None else selection.take(positions)
     lengths: list[list[int]] = selection.lengths.tolist()
     if len({count for row_counts in lengths for count in row_counts}) > 1:
         return RaggedStore(kept_keys, kept_values, kept_positions, lengths), lengths

@@ -12,14 +12,14 @@ from transformers.cache_utils import DynamicLayer
 from kvpolicy.compat import new_tokens, tokens_to_crop
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.plugin import Store
-from kvpolicy.step import Attended, Step, mark, tag
+from kvpolicy.step import Attended, Left, Step, mark, tag
 from kvpolicy.store import build, restore
 from kvpolicy.store.dense import DenseStore
 from kvpolicy.store.offloaded import OffloadedStore
 from kvpolicy.store.quantized import QuantizedStore
 from kvpolicy.store.ragged import RaggedStore
 from kvpolicy.store.state import State
-from kvpolicy.types import Selection
+from kvpolicy.types import Merged, Selection
 from kvpolicy.window import Window
 
 _PLAIN = ("seen", "settled_at", "_settled", "slot_bytes", "scaling", "shared", "is_initialized")
@@ -35,8 +35,8 @@ class Owner(Protocol):
     def updating(self, layer: EvictingLayer, new: int) -> int | None:
         """Return how many of `new` tokens come before the pass evicts, None where it does not evict in its middle."""
 
-    def attended(self, layer: EvictingLayer, attended: Attended) -> Tensor | None:
-        """Take note that attention has run; return the slots that stay, where the pass goes on after it evicts."""
+    def attended(self, layer: EvictingLayer, attended: Attended) -> Left | None:
+        """Take note that attention has run; return what is left, where the pass goes on after it evicts."""
 
     def took_rows(self, layer: EvictingLayer, rows: Tensor) -> None:
         """Take note that the layer's batch is now its rows `rows`."""
@@ -66,6 +66,8 @@ class EvictingLayer(DynamicLayer):
     def _clear(self) -> None:
         self.store: DenseStore | RaggedStore | QuantizedStore | OffloadedStore | None = None
         self.window: Window | None = None
+        # What the last eviction left for the next one to know, [B, ...].
+        self.memory: Tensor | None = None
         self.scaling: float | None = None
         # Whether the model derives what it attends to from what is cached; the first pass shows it.
         self.shared: bool | None = None
@@ -143,7 +145,14 @@ class EvictingLayer(DynamicLayer):
             raise UnsupportedModelError(f"layer {self.index}: expected tokens, got none")
         return self.store.padded()
 
-    def evict(self, stored: tuple[Tensor, Tensor, Tensor | None], selection: Selection, tail: int, hold: Store) -> None:
+    def evict(
+        self,
+        stored: tuple[Tensor, Tensor, Tensor | None],
+        selection: Selection,
+        tail: int,
+        hold: Store,
+        merged: Merged | None = None,
+    ) -> None:
         """Keep the selected slots of `stored` (keys, values, positions), and the last `tail` slots; free the rest.
 
         Args:
@@ -151,11 +160,14 @@ class EvictingLayer(DynamicLayer):
             selection: which of them stay, the last `tail` not counted.
             tail: how many of the newest stay besides.
             hold: how they are held.
+            merged: what the selected slots hold from now on; None for what they hold.
         """
         keys, values, positions = stored
         end = keys.shape[2] - tail
         old = None if positions is None else positions[:, :, :end]
-        kept, self._settled = build(keys[:, :, :end], values[:, :, :end], old, selection)
+        kept, self._settled = build(keys[:, :, :end], values[:, :, :end], old, selection, merged)
+        if merged is not None:
+            self.memory = merged.memory
         self.store = hold(kept)
         self.settled_at = self.seen - tail
         if tail:
@@ -175,6 +187,8 @@ class EvictingLayer(DynamicLayer):
             state |= self.store.state().inside("store")
         if self.window is not None:
             state.tensors["queries"], state.tensors["query_positions"] = self.window.queries, self.window.positions
+        if self.memory is not None:
+            state.tensors["memory"] = self.memory
         return state
 
     def restore(self, state: State) -> None:
@@ -185,6 +199,7 @@ class EvictingLayer(DynamicLayer):
             self.store = restore(state.part("store"))
         if "queries" in state.tensors:
             self.window = Window(state.tensors["queries"], state.tensors["query_positions"])
+        self.memory = state.tensors.get("memory")
 
     def get_seq_length(self) -> int:
         """Return how many tokens the layer has seen."""
@@ -230,6 +245,8 @@ class EvictingLayer(DynamicLayer):
         self._settled = [self._settled[row] for row in rows.tolist()]
         if self.window is not None:
             self.window = self.window.take_rows(rows)
+        if self.memory is not None:
+            self.memory = self.memory[rows.to(self.memory.device)]
         self.owner.took_rows(self, rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

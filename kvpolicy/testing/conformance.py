@@ -67,7 +67,7 @@ class Check:
 
 
 def checks(plugin: Any) -> list[Check]:
-    """Return the checks that apply to a scorer, combiner, budget or selector."""
+    """Return the checks that apply to a plugin: of every kind but stores."""
     return [Check(name, plugin, run) for name, run in checks_of(plugin).items()]
 
 
@@ -123,6 +123,19 @@ def check_selector(selector: Any, *, expected_failures: Mapping[str, str] | None
     _check(selector, ("selector",), expected_failures)
 
 
+def check_evicted(evicted: Any, *, expected_failures: Mapping[str, str] | None = None) -> None:
+    """Check that what says what becomes of the evicted keeps its contract.
+
+    Args:
+        evicted: an instance.
+        expected_failures: as of `check_scorer`.
+
+    Raises:
+        ConformanceError: as of `check_scorer`.
+    """
+    _check(evicted, ("evicted",), expected_failures)
+
+
 def _check(plugin: Any, kinds: tuple[str, ...], expected: Mapping[str, str] | None) -> None:
     found_kind = kind(plugin)
     if found_kind not in kinds:
@@ -152,7 +165,7 @@ def parametrize_with_checks(
     """Return a pytest decorator that makes one test of each check of each plugin, as the argument ``check``.
 
     Args:
-        plugins: instances of scorers, combiners, budgets or selectors.
+        plugins: instances, of every kind but stores.
         expected_failures: names of checks that are known to fail, each with the reason; they show as xfail, and fail
             where they pass.
 

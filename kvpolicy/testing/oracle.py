@@ -1,8 +1,8 @@
 """The oracle: a full, stock cache whose mask hides what a policy evicts.
 
 It shares no code with capture, store or attend: a stock `DynamicCache` stores everything, transformers' own sdpa
-attends, and a mask hides the evicted slots from every query that comes after the prompt. An evicted cache is right when
-it gives the same logits.
+attends, and a mask hides the evicted slots from every query that comes after the prompt. Where a policy merges them
+into kept slots, those hold what its plugin makes of them. An evicted cache is right when it gives the same logits.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from transformers.masking_utils import sdpa_mask
 
 from kvpolicy.policy import Policy
 from kvpolicy.session.decoder import cache_name
-from kvpolicy.types import LayerView, Needs, Plan
+from kvpolicy.types import LayerView, Merged, Needs, Plan, Selection
 
 _NAME = "kvpolicy_oracle"
 
 
 @dataclass
 class _Prompt:
-    """What each layer saw in the prompt, and what is hidden from later queries."""
+    """What each layer saw in the prompt, and what is hidden from later queries and changed for them."""
 
     queries: dict[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     scaling: dict[int, float | None] = field(default_factory=dict)
     keep: list[Tensor] | None = None
+    merged: dict[int, tuple[Selection, Merged]] = field(default_factory=dict)
     length: int = 0
 
     def attend(
@@ -47,6 +48,8 @@ class _Prompt:
             self.scaling[layer] = kwargs.get("scaling")
         elif self.keep is not None:
             mask = self._hide(mask, layer, query, key)
+            if layer in self.merged:
+                key, value = put(key, value, *self.merged[layer])
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
     def _hide(self, mask: Tensor | None, layer: int, query: Tensor, key: Tensor) -> Tensor:
@@ -107,7 +110,7 @@ def _projections(model: PreTrainedModel, wanted: bool) -> Iterator[dict[int, Ten
 
 
 def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, needs: Needs) -> list[LayerView]:
-    """Return every layer's view of a prompt: all keys and values, and the last queries that `needs` declares.
+    """Return every layer's view of a prompt of text: all keys and values, and the last queries that `needs` declares.
 
     Rows padded on the right are not supported: their last queries are padding.
     """
@@ -131,6 +134,7 @@ def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, needs: Needs
             layer=layer,
             scaling=prompt.scaling[layer],  # type: ignore[arg-type]
             pre_rope_keys=before.get(layer),
+            modality=torch.zeros(prompt.keys[layer].shape[:3], dtype=torch.int8) if needs.modality else None,
         )
         for layer in sorted(prompt.keys)
     ]
@@ -141,8 +145,32 @@ def plan(policy: Policy, model: PreTrainedModel, ids: Tensor, mask: Tensor | Non
     return policy.plan(views(model, ids, mask, policy.needs))
 
 
+def merges(
+    policy: Policy, model: PreTrainedModel, ids: Tensor, kept: Plan, mask: Tensor | None = None
+) -> list[Merged | None]:
+    """Return what the slots that stay of a prompt hold from then on, by layer; None where they hold what they held."""
+    return [
+        policy.merge(view, selection, None)
+        for view, selection in zip(views(model, ids, mask, policy.needs), kept, strict=True)
+    ]
+
+
+def put(keys: Tensor, values: Tensor, kept: Selection, merged: Merged) -> tuple[Tensor, Tensor]:
+    """Return keys and values ``[B, Hkv, T, D]`` with what the kept slots hold from now on, in copies."""
+    at = kept.to_mask(keys.shape[2]).nonzero(as_tuple=True)
+    return (
+        keys.index_put(at, merged.keys.to(keys.dtype)),
+        values.index_put(at, merged.values.to(values.dtype)),
+    )
+
+
 def logits(
-    model: PreTrainedModel, ids: Tensor, pieces: Sequence[Tensor], kept: Plan | None, mask: Tensor | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    pieces: Sequence[Tensor],
+    kept: Plan | None,
+    mask: Tensor | None = None,
+    merged: Sequence[Merged | None] = (),
 ) -> Tensor:
     """Return the logits of prompt and continuation, ``[B, all tokens, V]``, evicted slots hidden from the continuation.
 
@@ -151,10 +179,13 @@ def logits(
         pieces: what follows, int64 ``[B, q]`` each, one forward pass a piece.
         kept: what of the prompt stays visible, by layer; None for everything.
         mask: of the prompt, int64 ``[B, T]``, 0 for padding, or None.
+        merged: what `merges` returns; without it, what stays is as it was.
     """
     prompt = _Prompt()
     if kept is not None:
         prompt.keep = [selection.to_mask(ids.shape[1]) for selection in kept]
+        changed = zip(kept, merged, strict=True) if merged else ()
+        prompt.merged = {layer: (one, new) for layer, (one, new) in enumerate(changed) if new is not None}
     cache = DynamicCache(config=model.config)
     found: list[Tensor] = []
     with _listening(model, prompt.attend):
@@ -211,37 +242,58 @@ class _Replay:
     layers: int
     record: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     keep: dict[int, Tensor] = field(default_factory=dict)
+    memory: dict[int, Tensor | None] = field(default_factory=dict)
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         layer, seen = module.layer_idx, key.shape[2]
+        key, value = self._as_merged(layer, key, value)
         batch, query_heads, new, _ = query.shape
         heads = key.shape[1]
         before = self.record[layer][0] if layer in self.record else query[:, :, :0]
         queries = torch.cat([before, query], dim=2)
-        self.record[layer] = queries, key, value
         start = seen - new
         shown = torch.ones(batch, heads, new, seen, dtype=torch.bool).tril(start).to(key.device)
         shown = shown & self.mask[:, None, None, :seen].bool()
         keep = self.keep.get(layer, torch.ones(batch, heads, 0, dtype=torch.bool))
         keep = torch.cat([keep, keep.new_ones(batch, heads, seen - keep.shape[2])], dim=-1)
-        shown = shown & keep[:, :, None]
+        outputs, first = [], start
         # Tokens that come after an eviction in the middle of this pass no longer see what it took.
-        for point in (point for at, point in self.points.items() if start < at <= seen):
-            kept = self._evict(layer, queries, key, value, keep, point, kwargs.get("scaling"))
-            keep = torch.cat([kept, keep[:, :, point.seen :]], dim=-1)
-            shown[:, :, point.seen - start :] &= keep[:, :, None]
+        for at in sorted({seen, *(at for at in self.points if start < at <= seen)}):
+            # A query that sees nothing is padding: any answer will do, but nan.
+            seeing = (shown & keep[:, :, None])[:, :, first - start : at - start]
+            seeing = (seeing | ~seeing.any(-1, keepdim=True)).repeat_interleave(query_heads // heads, dim=1)
+            rows = query[:, :, first - start : at - start]
+            outputs.append(sdpa_attention_forward(module, rows, key, value, seeing, **kwargs)[0])
+            if at in self.points:
+                point = self.points[at]
+                view, kept = self._evict(layer, queries, key, value, keep, point, kwargs.get("scaling"))
+                keep = torch.cat([kept.to_mask(at), keep[:, :, at:]], dim=-1)
+                key, value = self._merge(layer, view, kept, key, value)
+            first = at
         self.keep[layer] = keep
-        # A query that sees nothing is padding: any answer will do, but nan.
-        shown = shown | ~shown.any(-1, keepdim=True)
-        return sdpa_attention_forward(
-            module, query, key, value, shown.repeat_interleave(query_heads // heads, dim=1), **kwargs
-        )
+        self.record[layer] = queries, key, value
+        return torch.cat(outputs, dim=1), None
+
+    def _as_merged(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a stock cache with what was merged in earlier passes."""
+        if layer not in self.record:
+            return key, value
+        _, keys, values = self.record[layer]
+        old = keys.shape[2]
+        return torch.cat([keys, key[:, :, old:]], dim=2), torch.cat([values, value[:, :, old:]], dim=2)
+
+    def _merge(self, layer: int, view: LayerView, kept: Selection, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        merged = self.policy.merge(view, kept, self.memory.get(layer))
+        if merged is None:
+            return key, value
+        self.memory[layer] = merged.memory
+        return put(key, value, kept, merged)
 
     def _evict(
         self, layer: int, queries: Tensor, key: Tensor, value: Tensor, keep: Tensor, point: Point, scaling: float | None
-    ) -> Tensor:
+    ) -> tuple[LayerView, Selection]:
         end, window = point.seen, self.policy.needs.queries
         real = self.mask[:, :end].bool()
         view = LayerView(
@@ -259,7 +311,7 @@ class _Replay:
             view = replace(view, queries=queries.gather(2, index), query_positions=last)
         tokens = self.policy.layer_slots(view.seen, self.layers)[:, layer]
         view = self.policy.protect(view, tokens, grace=point.grace)
-        return self.policy.choose(view, *self.policy.scores(view), tokens).to_mask(end)
+        return view, self.policy.choose(view, *self.policy.scores(view), tokens)
 
 
 def replay(

@@ -15,7 +15,7 @@ from kvpolicy.errors import PolicyFileError, nearest
 from kvpolicy.tune.places import Steps, put, steps
 from kvpolicy.tune.space import Choices, Range, Setting, Space
 
-SEARCHED = ("score", "budget.layers", "budget.heads", "select", "store")
+SEARCHED = ("score", "budget.layers", "budget.heads", "select", "evicted", "store")
 """The parts of a policy whose settings drift depends on: how much is kept is given, and decoding is not measured."""
 
 RANGE = ("from", "to", "log")

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.errors import PolicyFileError, UnsupportedModelError
+from kvpolicy.errors import PolicyFileError, UnsupportedModelError, not_installed
 from kvpolicy.eval.tasks.example import Stretch
 from kvpolicy.policy import Policy
 from kvpolicy.tune.record import NotFiniteError, TuneError
@@ -73,7 +73,7 @@ def require() -> None:
         TuneError: when Optuna is not there.
     """
     if find_spec("optuna") is None:
-        raise TuneError("tuning needs Optuna, which is not installed. Install it:  pip install 'kvpolicy[tune]'")
+        raise TuneError(not_installed("tuning", "Optuna", "tune"))
 
 
 def search(

@@ -62,7 +62,8 @@ class Needs:
         >>> Needs(queries=8, keys=True, pre_rope=True).words, Needs().words
         ('the last 8 queries, keys, keys before RoPE', 'nothing')
         """
-        queries = {0: [], ALL: ["all queries"]}.get(self.queries, [f"the last {self.queries} queries"])
+        last = {0: [], 1: ["the last query"], ALL: ["all queries"]}
+        queries = last.get(self.queries, [f"the last {self.queries} queries"])
         return ", ".join([*queries, *(words for name, words in _WORDS.items() if getattr(self, name))]) or "nothing"
 
     def __or__(self, other: Needs) -> Needs:

@@ -45,6 +45,12 @@ class Selection:
         lengths = self.lengths.flatten()
         return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
+    def take(self, slots: Tensor) -> Tensor:
+        """Return what the kept ones hold of `slots`, ``[B, Hkv, T, ...]``, packed: ``[N, ...]``."""
+        heads = self.lengths.shape[1]
+        owner = self.owners()
+        return slots[owner // heads, owner % heads, self.slots]
+
     def of_heads(self, heads: int) -> Selection:
         """Return the selection of the first `heads` heads of each row alone."""
         mine = self.owners() % self.lengths.shape[1] < heads

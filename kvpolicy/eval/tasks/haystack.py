@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.models import TINY_LLAVA
-from kvpolicy.texts import contexts
+from kvpolicy.texts import contexts, too_many_unknown
 
 _GAP = re.compile(r"\n+|(?<=[.!?]) +")
 """Where a sentence can be put in: behind another one, or between lines."""
@@ -68,13 +68,11 @@ class Haystack:
         return random.sample(self._words, count)
 
     def _check_known(self) -> None:
-        """Raise where more than a tenth of the text's beginning is no token of its own."""
-        unknown = self.tokenizer.unk_token_id
         ids = self.tokenizer(self.texts[0][:1000], add_special_tokens=False)["input_ids"]
-        if unknown is not None and 10 * ids.count(unknown) > len(ids):
+        if unknown := too_many_unknown(self.tokenizer, ids):
             raise TaskError(
-                f"expected a tokenizer that knows the words of the text, got one to which {ids.count(unknown)} of the "
-                f"first {len(ids)} are unknown: choose another model, or for {TINY_LLAVA!r} the task 'pictures'"
+                f"expected a tokenizer that knows the words of the text, got one to which {unknown} of the first "
+                f"{len(ids)} are unknown: choose another model, or for {TINY_LLAVA!r} the task 'pictures'"
             )
 
     def hide(self, needles: Sequence[Sequence[str]], length: int, randoms: Sequence[Random]) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy import models
-from kvpolicy.errors import UnsupportedVersionError
+from kvpolicy.errors import UnsupportedVersionError, not_installed
 from kvpolicy.integrations.harness import HarnessError, policy_of
 from kvpolicy.integrations.kept import Kept
 from kvpolicy.integrations.lm_eval.scoring import Request, padded_left, score
@@ -24,8 +24,7 @@ try:
     from tqdm import tqdm  # type: ignore[import-untyped]
 except ModuleNotFoundError as error:
     raise UnsupportedVersionError(
-        f"kvpolicy.integrations.lm_eval: expected lm-eval, got no module {error.name!r}. "
-        "Run: pip install 'kvpolicy[lm-eval]'"
+        not_installed("kvpolicy.integrations.lm_eval", f"the module {error.name!r}", "lm-eval")
     ) from error
 
 # Below the harness's own logger, whose level and form it sets.

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy import models
-from kvpolicy.errors import UnsupportedVersionError
+from kvpolicy.errors import UnsupportedVersionError, not_installed
 from kvpolicy.integrations.harness import HarnessError, policy_of
 from kvpolicy.integrations.kept import Kept
 from kvpolicy.integrations.lmms_eval.prompt import QUESTION, split_prompt
@@ -25,8 +25,7 @@ try:
     from tqdm import tqdm  # type: ignore[import-untyped]
 except ModuleNotFoundError as error:
     raise UnsupportedVersionError(
-        f"kvpolicy.integrations.lmms_eval: expected lmms-eval, got no module {error.name!r}. "
-        "Run: pip install 'kvpolicy[lmms-eval]'"
+        not_installed("kvpolicy.integrations.lmms_eval", f"the module {error.name!r}", "lmms-eval")
     ) from error
 
 _LONGEST = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -11,10 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _Watch(TorchDispatchMode):
-    """Watches the storages among the results of every operation; a view has that of what it looks at."""
+    """Watches the storages among the results of every operation; a view has that of what it looks at.
 
-    def __init__(self) -> None:
+    Args:
+        there: tensors that are there already: what looks at them takes nothing.
+    """
+
+    def __init__(self, there: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._there = {tensor.untyped_storage()._cdata for tensor in there}
         self.largest = 0
         self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -29,6 +34,8 @@ class _Watch(TorchDispatchMode):
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
+        if storage._cdata in self._there:
+            return
         size = storage.nbytes()
         self.largest = max(self.largest, size)
         reference = StorageWeakRef(storage)
@@ -56,13 +63,20 @@ def largest(run: Callable[[], object]) -> int:
     return watch.largest
 
 
-def peak(run: Callable[[], object]) -> int:
+def peak(run: Callable[[], object], *, there: Iterable[Tensor] = ()) -> int:
     """Return the bytes of all tensors that operations of `run` have returned and that are alive at once, at most.
 
+    Args:
+        run: what is watched.
+        there: tensors that are there already and do not count, the weights of a model say.
+
     >>> import torch
+    >>> weight = torch.ones(100)
+    >>> peak(lambda: weight[:10] + 1), peak(lambda: weight[:10] + 1, there=[weight])
+    (440, 40)
     >>> peak(lambda: [torch.zeros(10) for _ in range(5)]), peak(lambda: [int(torch.zeros(10).sum()) for _ in range(5)])
     (200, 44)
     """
-    with _Watch() as watch:
+    with _Watch(there) as watch:
         run()
     return watch.peak

@@ -25,10 +25,11 @@ def kind(plugin: Any) -> str:
     if isinstance(plugin, type):
         raise ConformanceError(f"expected an instance, {plugin.__name__}(), got the class")
     found = kind_of(type(plugin))
-    if found not in ("scorer", "combiner", "layers", "heads", "selector"):
+    if found not in ("scorer", "combiner", "layers", "heads", "selector", "evicted"):
         raise ConformanceError(
             f"expected a scorer (it has `needs`), a combiner (it has Score or Scores fields), a budget (`stage` is "
-            f"'layers' or 'heads') or a selector (it has `protect`), got {plugin!r}"
+            f"'layers' or 'heads'), a selector (it has `protect`) or what becomes of the evicted (`stage` is "
+            f"'evicted'), got {plugin!r}"
         )
     if not is_pydantic_dataclass(type(plugin)):
         raise ConformanceError(f"expected a class made with @kvpolicy.settings, got {type(plugin).__name__}")

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import kvpolicy
+from kvpolicy.evicted.drop import Drop
 from kvpolicy.plugin import kind_of, walk
 from kvpolicy.policy import Budget, Decode, Policy
 from kvpolicy.registry import registry
@@ -27,7 +28,8 @@ def policy_with(plugin: Any, *, decode: Decode | None = None) -> Policy:
     shares = {kind: plugin} if kind in ("layers", "heads") else {}
     select = plugin if kind == "selector" else TopK(sinks=2, recent=4)
     budget = Budget(tokens=tokens_for(plugin), **shares)
-    return Policy(name="conformance", score=score, budget=budget, select=select, decode=decode)
+    evicted = plugin if kind == "evicted" else Drop()
+    return Policy(name="conformance", score=score, budget=budget, select=select, evicted=evicted, decode=decode)
 
 
 @contextmanager

@@ -14,25 +14,33 @@ from kvpolicy import Budget, Policy
 from kvpolicy.scorers.expected_attention import ExpectedAttention
 from kvpolicy.scorers.h2o import H2O
 from kvpolicy.scorers.non_causal_attention import NonCausalAttention
+from kvpolicy.scorers.snapkv import SnapKV
 from kvpolicy.scorers.tova import TOVA
 from kvpolicy.selectors.top_k import TopK
 
-# Press -> its settings, ours of the same method, and what else the press keeps whatever its score.
-SAME: dict[str, tuple[dict[str, Any], Any, TopK]] = {
-    "ExpectedAttentionPress": (
+# Policy -> the press, its settings, ours of the same method, and what else the press keeps whatever its score.
+SAME: dict[str, tuple[str, dict[str, Any], Any, TopK]] = {
+    "expected-attention": (
+        "ExpectedAttentionPress",
         {"n_future_positions": 32},
         ExpectedAttention(n_future_positions=32),
         TopK(sinks=4, recent=0),
     ),
-    "NonCausalAttnPress": ({"chunk_size": 32}, NonCausalAttention(chunk_size=32), TopK(sinks=0, recent=0)),
-    "ObservedAttentionPress": ({}, H2O(accumulate="mean"), TopK(sinks=0, recent=0)),
-    "TOVAPress": ({}, TOVA(), TopK(sinks=0, recent=1)),
+    "h2o": ("ObservedAttentionPress", {}, H2O(accumulate="mean"), TopK(sinks=0, recent=0)),
+    "non-causal-attention": (
+        "NonCausalAttnPress",
+        {"chunk_size": 32},
+        NonCausalAttention(chunk_size=32),
+        TopK(sinks=0, recent=0),
+    ),
+    "snapkv": ("SnapKVPress", {"window_size": 8}, SnapKV(window=8), TopK(sinks=0, recent=8)),
+    "tova": ("TOVAPress", {}, TOVA(), TopK(sinks=0, recent=1)),
 }
 
 
-def agrees(press_name: str, scorer: Any, case: Case) -> bool:
+def agrees(name: str, scorer: Any, case: Case) -> bool:
     """Return whether a press and a scorer keep the same slots in every layer and head; equal scores may swap."""
-    settings, _, select = SAME[press_name]
+    press_name, settings, _, select = SAME[name]
     model = case.model("eager" if press_name == "ObservedAttentionPress" else "sdpa")
     press = make(press_name, settings, None)
     press.compression_ratio = case.ratio
@@ -48,11 +56,14 @@ def agrees(press_name: str, scorer: Any, case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.length}")
-@pytest.mark.parametrize("press", SAME)
-def test_it_keeps_what_the_press_keeps(press: str, case: Case) -> None:
-    assert agrees(press, SAME[press][1], case)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.agreement(name, press)) for name, (press, *_) in SAME.items()]
+)
+def test_it_keeps_what_the_press_keeps(name: str, case: Case) -> None:
+    assert agrees(name, SAME[name][2], case)
 
 
 def test_the_comparison_sees_another_score() -> None:
-    assert not agrees("ObservedAttentionPress", H2O(accumulate="sum"), CASES[0])
-    assert not agrees("TOVAPress", H2O(accumulate="mean"), CASES[0])
+    assert not agrees("h2o", H2O(accumulate="sum"), CASES[0])
+    assert not agrees("tova", H2O(accumulate="mean"), CASES[0])
+    assert not agrees("snapkv", SnapKV(window=8, kernel=7), CASES[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy import Budget, Policy
+from kvpolicy.budgets.adaptive import AdaptiveHeads
 from kvpolicy.budgets.threshold import ThresholdHeads
 from kvpolicy.scorers.key_diff import KeyDiff
+from kvpolicy.scorers.snapkv import SnapKV
 from kvpolicy.selectors.chunks import Chunks
 from kvpolicy.selectors.top_k import TopK
 
@@ -46,6 +49,7 @@ def chunks_agree(case: Case, length: int, heads: str = "together") -> bool:
     return True
 
 
+@pytest.mark.agreement("chunkkv", "ChunkKVPress")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.length}")
 @pytest.mark.parametrize("length", [7, 20])
 def test_chunks_keeps_what_the_press_keeps(length: int, case: Case) -> None:
@@ -56,6 +60,7 @@ def test_the_comparison_sees_chunks_of_another_kind() -> None:
     assert not chunks_agree(CASES[0], 7, heads="apart")
 
 
+@pytest.mark.agreement("streaming-llm", "StreamingLLMPress")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.length}")
 def test_streaming_llm_keeps_what_the_press_keeps(case: Case) -> None:
     model = case.model()
@@ -75,6 +80,25 @@ def masked_by(press: Any, model: Any, case: Case) -> list[list[list[list[int]]]]
             keep[tuple(block.self_attn.masked_key_indices)] = False
         found.append([[head.nonzero().flatten().tolist() for head in row] for row in keep])
     return found
+
+
+def ada_kv_agrees(case: Case, floor: Fraction) -> bool:
+    model = case.model()
+    press = kvpress().AdaKVPress(kvpress().SnapKVPress(case.ratio, window_size=8), alpha_safeguard=1 / 3)
+    budget = Budget(tokens=case.kept, heads=AdaptiveHeads(floor=float(floor)))
+    policy = Policy(name="zoo", score=SnapKV(window=8), budget=budget, select=TopK(sinks=0, recent=8))
+    return held(policy, model, case) == masked_by(press, model, case)
+
+
+@pytest.mark.agreement("ada-kv", "AdaKVPress")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.length}")
+def test_ada_kv_keeps_what_the_press_keeps(case: Case) -> None:
+    """The floor is a third of 48 and of 57 slots, both whole: the press rounds down, and ours up."""
+    assert ada_kv_agrees(case, Fraction(1, 3))
+
+
+def test_the_comparison_sees_another_floor() -> None:
+    assert not ada_kv_agrees(CASES[0], Fraction(1))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.length}")
