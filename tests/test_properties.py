@@ -245,7 +245,7 @@ def test_the_shipped_policies_are_these() -> None:
     attention = ["h2o", "tova", "scissorhands", "keyformer", "non-causal-attention", "expected-attention"]
     vectors = ["lag-kv", "leverage", "cur-dkv", "manifold-kv", "manifold-kv-windowed"]
     over = ["critical-kv", "caote-snapkv", "r-kv", "look-m", "d2o", "cam"]
-    choices = ["chunkkv", "nacl", "nacl", *(f"snapkv-{one}" for one in ("mmr", "k-centre", "determinantal", "pages"))]
+    choices = ["chunkkv", "nacl", *(f"snapkv-{one}" for one in ("mmr", "k-centre", "determinantal", "pages"))]
     schedules = ["snapkv-linear", "snapkv-cosine"]
     zoo = [*attention, *vectors, *over, *choices, *schedules]
     assert sorted(SHIPPED) == sorted([*plain, "mixkv-snapkv", "mixkv-ada-kv", *ours, *laid, *zoo])
