@@ -9,7 +9,8 @@ from torch import Tensor
 from kvpolicy.types import LayerView
 
 # Components beyond this would overflow the float32 product of a query and a key; no model's come near it.
-_LIMIT = 1e15
+LIMIT = 1e15
+"""What components of queries and keys are bounded by."""
 
 
 def window_attention(view: LayerView) -> Tensor:
@@ -29,9 +30,9 @@ def window_attention(view: LayerView) -> Tensor:
     [[[[5.0, 5.0, 2.0]]]]
     """
     # In float32 whatever the dtype: logits rounded to bfloat16 move the attention itself by per cents.
-    queries = view.queries.float().clamp(-_LIMIT, _LIMIT) * view.scaling  # type: ignore[union-attr]
+    queries = view.queries.float().clamp(-LIMIT, LIMIT) * view.scaling  # type: ignore[union-attr]
     queries = rearrange(queries, "b (h g) w d -> b h (g w) d", h=view.kv_heads)
-    logits = queries @ view.keys.float().clamp(-_LIMIT, _LIMIT).mT
+    logits = queries @ view.keys.float().clamp(-LIMIT, LIMIT).mT
     logits = rearrange(logits, "b h (g w) t -> b h g w t", g=view.group)
 
     past = view.positions[:, :, None] <= view.query_positions[:, None, :, None]
@@ -43,4 +44,4 @@ def window_attention(view: LayerView) -> Tensor:
     return (weights[:, :, None, None] @ attention).squeeze(-2)
 
 
-__all__ = ["window_attention"]
+__all__ = ["LIMIT", "window_attention"]

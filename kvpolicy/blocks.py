@@ -9,13 +9,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from kvpolicy.attention import LIMIT
 from kvpolicy.types import LayerView
 
 _NUMBERS = 2**24
 """How many logits a block holds at most, unless one query alone has more: 64 MiB."""
-
-# Components beyond this would overflow the float32 product of a query and a key; no model's come near it.
-_LIMIT = 1e15
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,14 @@ def attention_blocks(view: LayerView) -> Iterator[Block]:
     >>> sum(int(block.sees.sum()) for block in attention_blocks(view))
     6
     """
-    keys = view.keys.where(view.valid[..., None], 0).float().clamp(-_LIMIT, _LIMIT).mT
+    keys = view.keys.where(view.valid[..., None], 0).float().clamp(-LIMIT, LIMIT).mT
     batch, heads, window, _ = view.queries.shape  # type: ignore[union-attr]
     size = max(1, _NUMBERS // (batch * heads * view.group * view.slots))
     for start in range(0, window, size):
         positions = view.query_positions[:, start : start + size]
         exists = (positions >= 0)[:, None, :, None]
         queries = view.queries[:, :, start : start + size].where(exists, 0)  # type: ignore[index]
-        queries = queries.float().clamp(-_LIMIT, _LIMIT) * view.scaling
+        queries = queries.float().clamp(-LIMIT, LIMIT) * view.scaling
         logits = rearrange(queries, "b (h g) w d -> b h (g w) d", h=view.kv_heads) @ keys
         past = view.positions[:, :, None] <= positions[:, None, :, None]
         yield Block(rearrange(logits, "b h (g w) t -> b h g w t", g=view.group), view.valid[:, :, None] & past)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 
@@ -63,6 +65,30 @@ def newest(mask: Tensor, count: Tensor | int) -> Tensor:
     [[[False, False, True, True]]]
     """
     return mask & (mask.flip(-1).cumsum(-1).flip(-1) <= count)
+
+
+def exact(share: float) -> Fraction:
+    """Return a share as it was written.
+
+    0.29 of 50 is 14.5 and rounds to 15, where 0.29 * 50 in floating point is less. Of nine digits, as int64 has to hold
+    twice a product with tokens.
+
+    >>> exact(0.29) * 50
+    Fraction(29, 2)
+    """
+    return Fraction(str(share)).limit_denominator(10**9)
+
+
+def rounded(parts: Tensor, unit: int) -> Tensor:
+    """Return ``parts / unit`` ``[B, n]`` in whole numbers with the same whole sum: the largest remainders go up.
+
+    Of equal remainders the earlier one's part goes up.
+
+    >>> rounded(torch.tensor([[15, 15, 10]]), 10).tolist()
+    [[2, 1, 1]]
+    """
+    whole, remainder = parts // unit, parts % unit
+    return whole + (ranks(remainder) < remainder.sum(-1, keepdim=True) // unit)
 
 
 def noise(valid: Tensor, seed: int) -> Tensor:

@@ -6,7 +6,6 @@ score tree -> budget (how many, per layer and head) -> select (which) -> evicted
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
 from kvpolicy.errors import PluginError, SettingError
 from kvpolicy.evicted.drop import Drop
-from kvpolicy.maths import newest
+from kvpolicy.maths import exact, newest
 from kvpolicy.merging import merged
 from kvpolicy.plugin import (
     Evicted,
@@ -73,9 +72,7 @@ class Budget:
         """Return the budget of each row in whole slots, int64 ``[B]``, from the tokens it has seen, int64 ``[B]``."""
         if self.tokens is not None:
             return torch.full_like(seen, self.tokens)
-        # An exact fraction: 0.29 of 50 is 14.5 and rounds to 15, where 0.29 * 50 in floating point is under 14.5.
-        # Of nine digits, as int64 has to hold twice its product with the tokens seen.
-        share = Fraction(str(self.keep)).limit_denominator(10**9)
+        share = exact(self.keep)  # type: ignore[arg-type]
         return ((2 * share.numerator * seen + share.denominator) // (2 * share.denominator)).clamp(min=1)
 
 

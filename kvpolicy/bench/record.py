@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvpolicy.bench.subject import BenchError, Subject
 from kvpolicy.files import whole
-from kvpolicy.session.saved import versions
+from kvpolicy.session.saved import machine, versions
 
 FORMAT = 1
 """Of the files written; files of a higher one are refused."""
@@ -119,13 +117,7 @@ def about(subject: Subject, settings: dict[str, Any]) -> dict[str, Any]:
         "attention": model.config._attn_implementation,
         **settings,
         "versions": {"python": platform.python_version(), **versions()},
-        "machine": {
-            "platform": platform.platform(),
-            "processor": _processor(),
-            "device": device.type,
-            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-            "threads": torch.get_num_threads(),
-        },
+        "machine": {**machine(device), "processor": _processor()},
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Annotated, Literal
 
 import torch
@@ -11,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
-from kvpolicy.maths import ranks
+from kvpolicy.maths import exact, ranks
 from kvpolicy.plugin import settings
 from kvpolicy.types import LayerView
 
@@ -56,20 +55,31 @@ class AdaptiveHeads:
             scores: float32 ``[B, Hkv, T]``, finite on candidates, higher means keep.
             tokens: int64 ``[B]``, K, the layer's budget in slots a KV head, mean over heads.
         """
-        # An exact fraction: 0.07 of 100 is 7; in floating point it is a little more, and would round up to 8.
-        share = Fraction(str(self.floor)).limit_denominator(10**9)
-        protected = view.valid & ~view.candidates
-        floor = ((share.numerator * tokens + share.denominator - 1) // share.denominator).clamp(min=1)
-
-        order = scores.where(view.candidates, -torch.inf).where(~protected, torch.inf)
-        best_first = order.sort(-1, descending=True).values
+        best = best_first(view, scores)
         place = torch.arange(view.slots, device=tokens.device)
         # Protected slots and those within the floor come before all others; invalid ones (-inf) come last even there.
-        granted = (place < floor[:, None, None]) & (best_first > -torch.inf)
-        entries = rearrange(best_first.where(~granted, torch.inf), "b h t -> b (t h)")
+        granted = (place < floor_of(tokens, self.floor)[:, None, None]) & (best > -torch.inf)
+        entries = rearrange(best.where(~granted, torch.inf), "b h t -> b (t h)")
         total = torch.minimum(view.kv_heads * tokens, view.valid.sum((-2, -1)))
         won = ranks(entries) < total[:, None]
         return rearrange(won, "b (t h) -> b h t", h=view.kv_heads).sum(-1)
+
+
+def best_first(view: LayerView, scores: Tensor) -> Tensor:
+    """Return the scores of each head, best first, ``[B, Hkv, T]``: inf of protected slots, -inf of invalid ones."""
+    protected = view.valid & ~view.candidates
+    order = scores.where(view.candidates, -torch.inf).where(~protected, torch.inf)
+    return order.sort(-1, descending=True).values
+
+
+def floor_of(tokens: Tensor, share: float) -> Tensor:
+    """Return ``max(ceil(share * K), 1)`` of each row's K, int64 ``[B]``.
+
+    >>> floor_of(torch.tensor([100, 0]), 0.07).tolist()
+    [7, 1]
+    """
+    part = exact(share)
+    return ((part.numerator * tokens + part.denominator - 1) // part.denominator).clamp(min=1)
 
 
 @hookimpl

@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
-from kvpolicy.maths import ranks
+from kvpolicy.maths import rounded
 from kvpolicy.plugin import settings
 
 
@@ -55,9 +55,7 @@ class PyramidLayers:
         rise = torch.minimum(mean * thousandths - last, room).clamp(min=0)
         depth = torch.arange(layers, device=tokens.device)
         exact = mean * unit + rise * (layers - 1 - 2 * depth)
-        whole, remainder = exact // unit, exact % unit
-        missing = layers * mean - whole.sum(-1, keepdim=True)
-        return whole + (ranks(remainder) < missing)
+        return rounded(exact, unit)
 
 
 @hookimpl

@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
-from kvpolicy.maths import ranks
+from kvpolicy.maths import rounded
 from kvpolicy.plugin import settings
 
 _UNIT = 1_000_000
@@ -58,9 +58,7 @@ class ScheduleLayers:
         rise = round(self.first * 1000) - 1000
         swing = torch.minimum(mean * abs(rise), room) * (1 if rise >= 0 else -1)
         exact = mean * unit + swing * torch.tensor(self._curve(layers), device=tokens.device)
-        whole, remainder = exact // unit, exact % unit
-        missing = layers * mean - whole.sum(-1, keepdim=True)
-        return whole + (ranks(remainder) < missing)
+        return rounded(exact, unit)
 
     def _curve(self, layers: int) -> list[int]:
         """Return what each layer's part of the swing is, in millionths; they add up to 0."""

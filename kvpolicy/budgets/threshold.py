@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Annotated, Literal
 
 import torch
@@ -10,6 +9,7 @@ from annotated_types import Ge, Le
 from einops import rearrange
 from torch import Tensor
 
+from kvpolicy.budgets.adaptive import best_first, floor_of
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.maths import ranks
 from kvpolicy.plugin import settings
@@ -53,18 +53,13 @@ class ThresholdHeads:
             scores: float32 ``[B, Hkv, T]``, finite on candidates, higher means keep.
             tokens: int64 ``[B]``, K, the layer's budget in slots a KV head, mean over heads.
         """
-        # An exact fraction: 0.07 of 100 is 7; in floating point it is a little more, and would round up to 8.
-        share = Fraction(str(self.floor)).limit_denominator(10**9)
         protected = view.valid & ~view.candidates
-        floor = ((share.numerator * tokens + share.denominator - 1) // share.denominator).clamp(min=1)
-
-        order = scores.where(view.candidates, -torch.inf).where(~protected, torch.inf)
-        best_first = order.sort(-1, descending=True).values
+        best = best_first(view, scores)
         place = torch.arange(view.slots, device=tokens.device)
-        least = torch.maximum(floor[:, None], protected.sum(-1)).minimum(view.valid.sum(-1))
+        least = torch.maximum(floor_of(tokens, self.floor)[:, None], protected.sum(-1)).minimum(view.valid.sum(-1))
         granted = place < least[..., None]
-        wanted = rearrange(granted | (best_first >= self.threshold), "b h t -> b (t h)")
-        entries = rearrange(best_first.where(~granted, torch.inf), "b h t -> b (t h)")
+        wanted = rearrange(granted | (best >= self.threshold), "b h t -> b (t h)")
+        entries = rearrange(best.where(~granted, torch.inf), "b h t -> b (t h)")
         won = wanted & (ranks(entries.where(wanted, -torch.inf)) < view.kv_heads * tokens[:, None])
         return rearrange(won, "b (t h) -> b h t", h=view.kv_heads).sum(-1)
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from kvpolicy.config import load
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.eval.bench import Bench
@@ -22,7 +20,7 @@ from kvpolicy.eval.tasks.example import Example
 from kvpolicy.eval.tasks.files import from_plain
 from kvpolicy.files import whole
 from kvpolicy.session.fingerprint import fingerprint
-from kvpolicy.session.saved import versions
+from kvpolicy.session.saved import machine, versions
 
 FORMAT = 1
 """Of the result files written; files of a higher one are refused."""
@@ -118,12 +116,7 @@ def header(cell: Cell, bench: Bench) -> dict[str, Any]:
             "tokenizers": importlib.metadata.version("tokenizers"),
             **versions(),
         },
-        "machine": {
-            "platform": platform.platform(),
-            "device": str(model.device),
-            "device_name": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
-            "threads": torch.get_num_threads(),
-        },
+        "machine": machine(model.device),
     }
 
 

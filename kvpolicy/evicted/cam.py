@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.attention import window_attention
 from kvpolicy.evicted.nearest import blocks, in_front
 from kvpolicy.hookspecs import hookimpl
+from kvpolicy.maths import noise
 from kvpolicy.plugin import settings
 from kvpolicy.types import LayerView, Merged, Needs, Selection
 
@@ -112,13 +113,11 @@ class CaM:
 
     def _uniform(self, view: LayerView) -> Tensor:
         """Return a number in [0, 1) for each slot, ``[B, Hkv, T]``."""
-        rows = []
+        rows: list[Tensor] = []
         for seen in view.seen.tolist():
             number = (self.seed * 100_003 + view.layer) * 1_000_003 + seen
-            generator = torch.Generator("cpu").manual_seed(number % 2**63)
-            rows.append(torch.rand(view.slots, view.kv_heads, generator=generator, dtype=torch.float32, device="cpu").T)
-        place = (view.valid.cumsum(-1) - 1).clamp(min=0)
-        return torch.stack(rows).to(place.device).gather(-1, place)
+            rows.append(noise(view.valid[len(rows) : len(rows) + 1], number % 2**63))
+        return torch.cat(rows)
 
 
 @hookimpl

@@ -68,7 +68,15 @@ class D2O:
             return None
         threshold = self._threshold(matches, selection, memory)
         matches = matches.only(matches.cosines >= threshold.flatten()[matches.owners])
-        keys, values = (self._merged(part, selection, matches) for part in (view.keys, view.values))
+        cosines = matches.cosines
+        if self.weights == "similarity":
+            weights, counted, own = cosines, torch.ones_like(cosines), 1.0
+        else:
+            weights = counted = cosines.exp()
+            own = self.e
+        owns = cosines.new_full(selection.slots.shape, own)
+        total = owns + summed(matches.into, counted, len(owns))
+        keys, values = (blend(part, selection, matches, weights, owns, total) for part in (view.keys, view.values))
         return Merged(keys, values, threshold)
 
     def _threshold(self, matches: Matches, selection: Selection, memory: Tensor | None) -> Tensor:
@@ -77,16 +85,6 @@ class D2O:
             return means
         moved = torch.where(memory.isnan(), means, (1 - self.beta) * memory + self.beta * means)
         return moved.where(~means.isnan(), memory)
-
-    def _merged(self, vectors: Tensor, selection: Selection, matches: Matches) -> Tensor:
-        cosines = matches.cosines
-        if self.weights == "similarity":
-            weights, counted, own = cosines, torch.ones_like(cosines), 1.0
-        else:
-            weights = counted = cosines.exp()
-            own = self.e
-        owns = cosines.new_full(selection.slots.shape, own)
-        return blend(vectors, selection, matches, weights, owns, owns + summed(matches.into, counted, len(owns)))
 
 
 @hookimpl

@@ -10,14 +10,12 @@ from einops import einsum, rearrange, reduce
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
+from kvpolicy.attention import LIMIT
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.maths import norms
 from kvpolicy.plugin import settings
 from kvpolicy.types import ALL, LayerView, Needs
 from kvpolicy.wrap import by_row
-
-# As of attention: beyond it, float32 products overflow.
-_LIMIT = 1e15
 
 
 @settings
@@ -54,7 +52,7 @@ class NonCausalAttention:
         return by_row(view, self._score, reader=f"scorer '{self.name}'")
 
     def _score(self, row: LayerView) -> Tensor:
-        keys = row.keys[0].float().clamp(-_LIMIT, _LIMIT)
+        keys = row.keys[0].float().clamp(-LIMIT, LIMIT)
         chunks = zip(keys.split(self.chunk_size, 1), row.positions[0].long().split(self.chunk_size, 1), strict=True)
         attention = torch.cat([self._received(row, *chunk) for chunk in chunks], dim=-1)
         # A slot gets 1 from each query at most: the pool's sum of three stays finite.
@@ -67,7 +65,8 @@ class NonCausalAttention:
         filled = self.chunk_size - keys.shape[1]
         logits = einsum(queries, keys, "h g q d, h k d -> h g q k")
         # A softmax in which each key of zeros has a logit of 0.
-        largest = logits.amax(-1, keepdim=True).clamp(min=0 if filled else None, max=torch.inf)
+        largest = logits.amax(-1, keepdim=True)
+        largest = largest.clamp(min=0) if filled else largest
         weights = (logits - largest).exp()
         of_zeros = filled * (-largest).exp() if filled else 0
         attention = weights / (weights.sum(-1, keepdim=True) + of_zeros) * asked[:, None, :, None]
@@ -81,7 +80,7 @@ def _queries_at(row: LayerView, positions: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.searchsorted(asking, positions.contiguous()).clamp(max=len(asking) - 1)
     queries = rearrange(row.queries[0], "(h g) w d -> h g w d", h=row.kv_heads)  # type: ignore[index]
     index_of = index[:, None, :, None].expand(-1, row.group, -1, queries.shape[-1])
-    return queries.gather(2, index_of).float().clamp(-_LIMIT, _LIMIT), asking[index] == positions
+    return queries.gather(2, index_of).float().clamp(-LIMIT, LIMIT), asking[index] == positions
 
 
 @hookimpl

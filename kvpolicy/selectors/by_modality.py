@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from fractions import Fraction
 from typing import Annotated
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from kvpolicy.errors import SettingError
 from kvpolicy.hookspecs import hookimpl
-from kvpolicy.maths import newest, ranks
+from kvpolicy.maths import exact, newest, ranks
 from kvpolicy.plugin import Modalities, settings
-from kvpolicy.selectors.top_k import TopK
+from kvpolicy.selectors.ends import ends
 from kvpolicy.types import LayerView, Modality, Needs, Selection
 
 
@@ -57,7 +56,7 @@ class ByModality:
     protected: Modalities | None = None
 
     def __post_init__(self) -> None:
-        if self.shares is not None and sum(map(_exact, self.shares.values())) != 1:
+        if self.shares is not None and sum(map(exact, self.shares.values())) != 1:
             message = "expected shares that add up to 1"
             raise SettingError(self.name, [(("shares",), "value_error", message, self.shares)])
 
@@ -68,7 +67,7 @@ class ByModality:
 
     def protect(self, view: LayerView, tokens: Tensor) -> Tensor:
         """Return bool ``[B, Hkv, T]``, True for the protected slots; `tokens` (``[B]``) bounds them."""
-        found = TopK(sinks=self.sinks, recent=self.recent).protect(view, tokens)
+        found = ends(view, tokens, self.sinks, self.recent)
         if self.protected is None:
             return found
         more = view.valid & view.holds(self.protected) & ~found
@@ -110,17 +109,12 @@ def _apportioned(shares: list[float], total: int) -> list[int]:
     >>> _apportioned([0.25, 0.25, 0.5], 7)
     [2, 2, 3]
     """
-    exact = [_exact(share) * total for share in shares]
-    whole = [int(part) for part in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda place: whole[place] - exact[place])
+    parts = [exact(share) * total for share in shares]
+    whole = [int(part) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda place: whole[place] - parts[place])
     for place in by_remainder[: total - sum(whole)]:
         whole[place] += 1
     return whole
-
-
-def _exact(share: float) -> Fraction:
-    # As it was written: 0.1 three times and 0.7 add up to 1, and so do three times 0.3333333333333333.
-    return Fraction(str(share)).limit_denominator(10**9)
 
 
 @hookimpl

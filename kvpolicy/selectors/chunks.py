@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.maths import ranks
 from kvpolicy.plugin import settings
-from kvpolicy.selectors.top_k import TopK
+from kvpolicy.selectors.ends import ends
 from kvpolicy.types import LayerView, Selection
 
 
@@ -57,7 +57,7 @@ class Chunks:
 
     def protect(self, view: LayerView, tokens: Tensor) -> Tensor:
         """Return bool ``[B, Hkv, T]``, True for the protected slots; `tokens` (``[B]``) bounds them."""
-        return TopK(sinks=self.sinks, recent=self.recent).protect(view, tokens)
+        return ends(view, tokens, self.sinks, self.recent)
 
     def __call__(self, view: LayerView, scores: Tensor, lengths: Tensor) -> Selection:
         """Return the kept slots, `lengths` (int64 ``[B, Hkv]``) of them a head.

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.maths import HUGE, min_max, norms
 from kvpolicy.plugin import settings
+from kvpolicy.selectors.ends import ends
 from kvpolicy.selectors.greedy import greedy
-from kvpolicy.selectors.top_k import TopK
 from kvpolicy.types import LayerView, Needs, Selection
 from kvpolicy.vectors import On, Space, check, needs, vectors
 
@@ -63,7 +63,7 @@ class KCentre:
 
     def protect(self, view: LayerView, tokens: Tensor) -> Tensor:
         """Return bool ``[B, Hkv, T]``, True for the protected slots; `tokens` (``[B]``) bounds them."""
-        return TopK(sinks=self.sinks, recent=self.recent).protect(view, tokens)
+        return ends(view, tokens, self.sinks, self.recent)
 
     def __call__(self, view: LayerView, scores: Tensor, lengths: Tensor) -> Selection:
         """Return the kept slots, `lengths` (int64 ``[B, Hkv]``) of them a head.

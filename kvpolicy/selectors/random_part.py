@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Annotated
 
 import torch
@@ -10,9 +9,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
-from kvpolicy.maths import HUGE, noise, ranks
+from kvpolicy.maths import HUGE, exact, noise, ranks
 from kvpolicy.plugin import settings
-from kvpolicy.selectors.top_k import TopK
+from kvpolicy.selectors.ends import ends
 from kvpolicy.types import LayerView, Selection
 
 
@@ -58,7 +57,7 @@ class RandomPart:
 
     def protect(self, view: LayerView, tokens: Tensor) -> Tensor:
         """Return bool ``[B, Hkv, T]``, True for the protected slots; `tokens` (``[B]``) bounds them."""
-        return TopK(sinks=self.sinks, recent=self.recent).protect(view, tokens)
+        return ends(view, tokens, self.sinks, self.recent)
 
     def __call__(self, view: LayerView, scores: Tensor, lengths: Tensor) -> Selection:
         """Return the kept slots, `lengths` (int64 ``[B, Hkv]``) of them a head.
@@ -70,8 +69,7 @@ class RandomPart:
         """
         protected = view.valid & ~view.candidates
         free = (lengths - protected.sum(-1))[..., None]
-        # An exact fraction: 0.29 * 100 in floating point is under 29.
-        share = Fraction(str(self.random)).limit_denominator(10**9)
+        share = exact(self.random)
         drawn = share.numerator * free // share.denominator
         best = view.candidates & (ranks(scores.where(view.candidates, -torch.inf)) < free - drawn)
         others = view.candidates & ~best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Annotated
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.maths import ranks
 from kvpolicy.plugin import settings
+from kvpolicy.selectors.ends import ends
 from kvpolicy.types import LayerView, Selection
 
 
@@ -47,20 +47,7 @@ class TopK:
 
     def protect(self, view: LayerView, tokens: Tensor) -> Tensor:
         """Return bool ``[B, Hkv, T]``, True for the protected slots; `tokens` (``[B]``) bounds them."""
-        limit = tokens[:, None, None]
-        wanted = self._recent(limit)
-        sinks = (limit - wanted.clamp(max=1)).clamp(min=0, max=self.sinks)
-        recent = torch.minimum(limit - sinks, wanted)
-        place = view.valid.cumsum(-1) - 1
-        count = view.valid.sum(-1, keepdim=True)
-        return view.valid & ((place < sinks) | (place >= count - recent))
-
-    def _recent(self, tokens: Tensor) -> Tensor:
-        if isinstance(self.recent, int):
-            return torch.full_like(tokens, self.recent)
-        # An exact fraction: 0.29 * 100 in floating point is under 29.
-        share = Fraction(str(self.recent)).limit_denominator(10**9)
-        return share.numerator * (tokens - self.sinks).clamp(min=0) // share.denominator
+        return ends(view, tokens, self.sinks, self.recent)
 
     def __call__(self, view: LayerView, scores: Tensor, lengths: Tensor) -> Selection:
         """Return the kept slots, `lengths` (int64 ``[B, Hkv]``) of them a head.

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ class Header:
     model: Fingerprint
     aware: bool
     cache: dict[str, Any]
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what a machine is called that computes on `device`."""
+    return {
+        "platform": platform.platform(),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def versions() -> dict[str, str]:

@@ -89,39 +89,53 @@ def agrees(name: str, case: Case) -> bool:
     scorer = KVPress(press=name, settings=settings, compression_ratio=ratio)
     policy = Policy(name=name, score=scorer, budget=Budget(tokens=case.kept), select=TopK(sinks=0, recent=0))
     model = case.model("eager" if "attention weights" in reads(name, settings) else "sdpa")
-    full, own, wrapped = DynamicCache(), DynamicCache(), DynamicCache()
     press = make(name, settings, ratio)
     press.compression_ratio = case.ratio
-    scores = _watched(press, scorer.seed)
+    return same_slots(press, policy, model, case, seed=scorer.seed)
+
+
+def same_slots(press: Any, policy: Policy, model: PreTrainedModel, case: Case, *, seed: int = 0) -> bool:
+    """Return whether a press and a policy keep the same slots in every layer and head; equal scores may swap.
+
+    Args:
+        press: whose scores are seeded by `seed`, as its scorer's are.
+        policy: that keeps as many.
+        model: both run on it.
+        case: what it reads.
+        seed: of the press's random numbers.
+    """
+    scores = _watched(press, seed)
+    full, theirs, ours = DynamicCache(), DynamicCache(), DynamicCache()
     with press(model):
-        _read(model, case, own)
-    _read(model, case, full)
+        read(model, case, theirs)
+    read(model, case, full)
     with policy.on(model):
-        _read(model, case, wrapped)
-    layers: Iterator[tuple[Any, ...]] = zip(scores, full.layers, own.layers, wrapped.layers, strict=True)
-    return all(_same(score, _found(one.keys, two.keys), torch.tensor(three.held)) for score, one, two, three in layers)
+        read(model, case, ours)
+    layers: Iterator[tuple[Any, ...]] = zip(scores, full.layers, theirs.layers, ours.layers, strict=True)
+    return all(_same(score, found(one.keys, two.keys), torch.tensor(three.held)) for score, one, two, three in layers)
 
 
 def _watched(press: Any, seed: int) -> list[Tensor]:
     """Seed a press's random numbers as those of its scorer are, and return the list that its scores will be in."""
-    found: list[Tensor] = []
+    seen: list[Tensor] = []
     score = press.score
 
     def watched(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         torch.manual_seed(seed_of(seed, module.layer_idx))
-        found.append(score(module, *args, **kwargs))
-        return found[-1]
+        seen.append(score(module, *args, **kwargs))
+        return seen[-1]
 
     press.score = watched
-    return found
+    return seen
 
 
 @torch.no_grad()
-def _read(model: PreTrainedModel, case: Case, cache: DynamicCache) -> None:
+def read(model: PreTrainedModel, case: Case, cache: DynamicCache) -> None:
+    """Have a model read a case's prompt into a cache."""
     model(case.ids(), past_key_values=cache)
 
 
-def _found(keys: Tensor, kept: Tensor) -> Tensor:
+def found(keys: Tensor, kept: Tensor) -> Tensor:
     """Return which of `keys` ``[1, H, T, D]`` each of `kept` ``[1, H, K, D]`` is, int64 ``[1, H, K]``, rising."""
     alike = (kept[:, :, :, None] == keys[:, :, None]).all(-1)
     if not bool((alike.sum(-1) == 1).all()):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from kvpolicy_kvpress.agree import CASES, Case, _found, _read, _same, _watched
+from kvpolicy_kvpress.agree import CASES, Case, same_slots
 from kvpolicy_kvpress.make import make
-from transformers import DynamicCache
 
 from kvpolicy import Budget, Policy
 from kvpolicy.scorers.expected_attention import ExpectedAttention
@@ -44,15 +42,8 @@ def agrees(name: str, scorer: Any, case: Case) -> bool:
     model = case.model("eager" if press_name == "ObservedAttentionPress" else "sdpa")
     press = make(press_name, settings, None)
     press.compression_ratio = case.ratio
-    scores = _watched(press, 0)
-    full, theirs, ours = DynamicCache(), DynamicCache(), DynamicCache()
-    with press(model):
-        _read(model, case, theirs)
-    _read(model, case, full)
-    with Policy(name="zoo", score=scorer, budget=Budget(tokens=case.kept), select=select).on(model):
-        _read(model, case, ours)
-    layers = zip(scores, full.layers, theirs.layers, ours.layers, strict=True)
-    return all(_same(score, _found(one.keys, two.keys), torch.tensor(three.held)) for score, one, two, three in layers)
+    policy = Policy(name="zoo", score=scorer, budget=Budget(tokens=case.kept), select=select)
+    return same_slots(press, policy, model, case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.length}")

@@ -8,11 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from kvpolicy_kvpress.agree import CASES, Case, _found, _read, _same, _watched
+from kvpolicy_kvpress.agree import CASES, Case, same_slots
 from kvpolicy_kvpress.make import make, reads
 from torch import Tensor
-from transformers import DynamicCache
 
 from kvpolicy import Budget, Policy
 from kvpolicy.combiners.critical_kv import CriticalKV
@@ -87,16 +85,9 @@ def agrees(pair: Pair, case: Case, score: Any = None) -> bool:
     press.compression_ratio = case.ratio
     if isinstance(score, Leverage):
         share_sketch(press, score)
-    scores = _watched(press, 0)
-    full, theirs, ours = DynamicCache(), DynamicCache(), DynamicCache()
-    with press(model):
-        _read(model, case, theirs)
-    _read(model, case, full)
     select = TopK(sinks=pair.sinks, recent=pair.recent)
-    with Policy(name="zoo", score=score, budget=Budget(tokens=case.kept), select=select).on(model):
-        _read(model, case, ours)
-    layers = zip(scores, full.layers, theirs.layers, ours.layers, strict=True)
-    return all(_same(score, _found(one.keys, two.keys), torch.tensor(three.held)) for score, one, two, three in layers)
+    policy = Policy(name="zoo", score=score, budget=Budget(tokens=case.kept), select=select)
+    return same_slots(press, policy, model, case)
 
 
 def share_sketch(press: Any, scorer: Leverage) -> None:

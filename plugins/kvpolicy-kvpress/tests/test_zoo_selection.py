@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvpolicy_kvpress.agree import CASES, Case, _found, _read
+from kvpolicy_kvpress.agree import CASES, Case, found, read
 from kvpolicy_kvpress.make import kvpress
 from transformers import DynamicCache
 
@@ -24,16 +24,16 @@ from kvpolicy.selectors.top_k import TopK
 def held(policy: Policy, model: Any, case: Case) -> list[list[list[list[int]]]]:
     cache = DynamicCache()
     with policy.on(model):
-        _read(model, case, cache)
+        read(model, case, cache)
     return [layer.held for layer in cache.layers]
 
 
 def kept_by(press: Any, model: Any, case: Case) -> list[list[list[list[int]]]]:
     full, theirs = DynamicCache(), DynamicCache()
-    _read(model, case, full)
+    read(model, case, full)
     with press(model):
-        _read(model, case, theirs)
-    return [_found(one.keys, two.keys).tolist() for one, two in zip(full.layers, theirs.layers, strict=True)]
+        read(model, case, theirs)
+    return [found(one.keys, two.keys).tolist() for one, two in zip(full.layers, theirs.layers, strict=True)]
 
 
 def chunks_agree(case: Case, length: int, heads: str = "together") -> bool:
@@ -72,14 +72,14 @@ def masked_by(press: Any, model: Any, case: Case) -> list[list[list[list[int]]]]
     """Return what a press that masks keys, and evicts none, leaves."""
     full = DynamicCache()
     with press(model):
-        _read(model, case, full)
-    found = []
+        read(model, case, full)
+    left = []
     for layer, block in zip(full.layers, model.model.layers, strict=True):
         keep = torch.ones(layer.keys.shape[:3], dtype=torch.bool)
         if block.self_attn.masked_key_indices is not None:
             keep[tuple(block.self_attn.masked_key_indices)] = False
-        found.append([[head.nonzero().flatten().tolist() for head in row] for row in keep])
-    return found
+        left.append([[head.nonzero().flatten().tolist() for head in row] for row in keep])
+    return left
 
 
 def ada_kv_agrees(case: Case, floor: Fraction) -> bool:
