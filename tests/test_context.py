@@ -768,11 +768,16 @@ def test_a_loaded_context_of_padded_rows_answers_bit_for_bit(model: PreTrainedMo
     ids = torch.randint(3, 120, (2, 50), generator=torch.Generator().manual_seed(5))
     mask = torch.ones_like(ids)
     mask[1, :20] = 0
-    policy = kvpolicy.load("ada-kv", budget=40)
+    policy = kvpolicy.load("ada-kv", budget=12, select={"sinks": 1, "recent": 1})
     context = policy.compress(model, {"input_ids": ids, "attention_mask": mask})
     context.save(tmp_path / "padded.safetensors")
-    answers = []
+    answers, states = [], []
+    asked = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for one in (context, kvpolicy.load_context(tmp_path / "padded.safetensors", model)):
+        states.append(cache_state(one._held.cache, one._held.run).tensors)
         with one.fork() as fork:
-            answers.append(torch.stack([fork.logits(torch.tensor([token])) for token in (5, 6, 7)]))
+            said = fork.generate(torch.tensor([5]), **asked, output_logits=True, return_dict_in_generate=True)
+        answers.append(torch.stack(said.logits))
     assert torch.equal(*answers)
+    saved, loaded = states
+    assert saved.keys() == loaded.keys() and all(torch.equal(part, loaded[name]) for name, part in saved.items())
