@@ -18,7 +18,8 @@ import kvpolicy
 from kvpolicy.analysis.devices import DEVICES
 from kvpolicy.bench import show
 from kvpolicy.bench.record import read_record
-from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
+from kvpolicy.budgets.cake import CakeLayers
+from kvpolicy.budgets.uniform import UniformHeads
 from kvpolicy.combiners.fixed import Fixed
 from kvpolicy.config import describe
 from kvpolicy.config.about import Setting, about, written
@@ -77,7 +78,7 @@ def _checks(kind: str) -> str:
     every = {
         "scorer": SnapKV(),
         "combiner": Fixed(inputs=[SnapKV()]),
-        "layers": UniformLayers(),
+        "layers": CakeLayers(),
         "heads": UniformHeads(),
         "selector": TopK(),
         "evicted": Drop(),

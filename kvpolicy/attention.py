@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvpolicy.types import LayerView
 
@@ -29,6 +30,24 @@ def window_attention(view: LayerView) -> Tensor:
     >>> (window_attention(view) * 12).round().tolist()
     [[[[5.0, 5.0, 2.0]]]]
     """
+    attention, weights = each_query(view)
+    return (weights[:, :, None, None] @ attention).squeeze(-2)
+
+
+def each_query(view: LayerView) -> tuple[Tensor, Tensor]:
+    """Return the attention of each query to each slot, and what each query weighs in a mean over them.
+
+    Float32 ``[B, Hkv, G, W, T]``, in [0, 1], and ``[B, Hkv, W]``: 1 over how many queries see something, 0 for those
+    that see nothing.
+
+    Args:
+        view: with queries and keys, both declared in the scorer's `needs`.
+
+    >>> keys = torch.zeros(1, 1, 3, 2)
+    >>> attention, weights = each_query(LayerView(keys=keys, values=keys, queries=torch.ones(1, 1, 2, 2)))
+    >>> (attention * 6).round().tolist(), weights.tolist()
+    ([[[[[3.0, 3.0, 0.0], [2.0, 2.0, 2.0]]]]], [[[0.5, 0.5]]])
+    """
     # In float32 whatever the dtype: logits rounded to bfloat16 move the attention itself by per cents.
     queries = view.queries.float().clamp(-LIMIT, LIMIT) * view.scaling  # type: ignore[union-attr]
     queries = rearrange(queries, "b (h g) w d -> b h (g w) d", h=view.kv_heads)
@@ -40,8 +59,40 @@ def window_attention(view: LayerView) -> Tensor:
     exists = seen.any(-1)
     # Not -inf: a query that sees nothing would be nan; it is uniform instead, and weighs nothing below.
     attention = logits.masked_fill_(~seen[:, :, None], torch.finfo(torch.float32).min).softmax(-1)
-    weights = exists.float() / exists.sum(-1, keepdim=True).clamp(min=1)
-    return (weights[:, :, None, None] @ attention).squeeze(-2)
+    return attention, exists.float() / exists.sum(-1, keepdim=True).clamp(min=1)
 
 
-__all__ = ["LIMIT", "window_attention"]
+def variance(attention: Tensor, weights: Tensor) -> Tensor:
+    """Return the variance over the queries of what `each_query` returned, float32 ``[B, Hkv, G, T]``, unbiased.
+
+    0 where one query alone sees something.
+
+    >>> variance(torch.tensor([[[[[0.5], [1.0]]]]]), torch.tensor([[[0.5, 0.5]]])).tolist()
+    [[[[0.125]]]]
+    """
+    rows = weights[:, :, None, None]
+    from_mean = attention - rows @ attention
+    count = (weights > 0).sum(-1)[:, :, None, None].float()
+    return (rows @ from_mean.square_()).squeeze(-2) * count / (count - 1).clamp(min=1)
+
+
+def pooled(attention: Tensor, view: LayerView, kernel: int, pooling: str = "avg") -> Tensor:
+    """Return the attention of candidates, 1-D pooled along the valid slots of each head, mean over its query heads.
+
+    Float32 ``[B, Hkv, T]``. What is no candidate counts 0, as does what lies beyond the ends.
+
+    Args:
+        attention: float32 ``[B, Hkv, G, T]``.
+        view: whose slots they are.
+        kernel: valid slots a pool spans, odd.
+        pooling: "avg" or "max".
+    """
+    attention = attention.where(view.candidates[:, :, None], 0)
+    # Slots that are no slots are no neighbours either: padding between two turns goes to the end first.
+    order = (~view.valid).int().argsort(dim=-1, stable=True)[:, :, None].expand_as(attention)
+    pool = avg_pool1d if pooling == "avg" else max_pool1d
+    found: Tensor = pool(attention.gather(-1, order).flatten(0, 1), kernel, stride=1, padding=kernel // 2)
+    return torch.empty_like(attention).scatter_(-1, order, found.view(attention.shape)).mean(2)
+
+
+__all__ = ["LIMIT", "each_query", "pooled", "variance", "window_attention"]

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from kvpolicy.errors import NOTHING, PluginError
-from kvpolicy.fields import not_giveable
+from kvpolicy.fields import CHILD, not_giveable
 from kvpolicy.types import Needs
 
 CONTRACT = 1
@@ -54,6 +54,8 @@ ROLES = ("importance", "diversity", "other")
 
 RESERVED = ("name", "needs", "role", "source", "formula", "stage")
 """What a plugin's class says of itself, and so can be no setting."""
+
+_OF_SHARES = ("note", "share", "needs")
 
 # A letter first: what YAML reads as a number begins with none.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
@@ -167,6 +169,8 @@ def fault(plugin: object, kind: str) -> str:
         return "it has no `__call__`, which does its work"
     if kind in ("scorer", "combiner", "evicted") and (wrong := _fault_of_needs(plugin)):
         return wrong
+    if kind == "scorer" and (wrong := _fault_of_call(cls)):
+        return wrong
     if kind in ("scorer", "combiner"):
         return _fault_of_role(plugin)
     if kind == "evicted":
@@ -174,6 +178,11 @@ def fault(plugin: object, kind: str) -> str:
     if kind == "selector":
         missing = [f"`{part}`" for part in ("protects", "protect") if _said(plugin, part) is NOTHING]
         return f"it has no {' and no '.join(missing)} (see kvpolicy.plugin.Selector)" if missing else ""
+    if kind == "layers" and any(_said(plugin, part) is not NOTHING for part in _OF_SHARES):
+        missing = [f"`{part}`" for part in _OF_SHARES if _said(plugin, part) is NOTHING]
+        if missing:
+            return f"it shares slots out but has no {' and no '.join(missing)} (see kvpolicy.plugin.SharedOut)"
+        return _fault_of_needs(plugin)
     return ""
 
 
@@ -186,6 +195,24 @@ def _fault_of_needs(plugin: object) -> str:
     if not isinstance(needs, Needs) and not later:
         return f"its `needs` is {needs!r}, not a kvpolicy.Needs or a property that returns one"
     return ""
+
+
+def _fault_of_call(cls: Any) -> str:
+    """Return in words what tells a class from a scorer: that it is called with more than a view."""
+    if any(CHILD in field.metadata for field in getattr(cls, "__pydantic_fields__", {}).values()):
+        return ""  # a combiner: its children come besides
+    try:
+        _, *given = inspect.signature(cls.__call__).parameters.values()
+    except ValueError:
+        return ""  # it does not say what it is called with
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [one.name for one in given if one.kind in positional and one.default is one.empty]
+    if len(needed) < 2:
+        return ""
+    return (
+        f"its `__call__` takes ({', '.join(needed)}), a scorer's the view alone: write stage = 'evicted' into a class "
+        "that says what becomes of the evicted, stage = 'heads' into a head budget"
+    )
 
 
 def _fault_of_role(plugin: object) -> str:

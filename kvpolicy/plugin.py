@@ -144,6 +144,11 @@ class Scorer(Node, Protocol):
     """A leaf of the score tree.
 
     ``role`` ("importance" or "diversity", or "other") says what the score measures; without it, "importance".
+    ``across_heads = True`` says that what a head's slots score depends on other heads of the layer: such a scorer is
+    refused where those are on several ranks (tensor parallelism).
+
+    A method ``check_model(config)`` raises where a decoder with this config is not the one that it was made for;
+    without it, any is.
     """
 
     def __call__(self, view: LayerView) -> Tensor:
@@ -158,6 +163,10 @@ class Combiner(Node, Protocol):
 
     A combiner may have a method ``decides(view)`` that returns, by child field, bool ``[B, Hkv, T]``: the slots which
     that child decides. The child then sees no other slots as candidates.
+
+    ``across_heads = True`` says that what a head's slots score depends on other heads of the layer: where those are on
+    several ranks (tensor parallelism), it is given the scores of all, and of the view `valid` and `candidates`, no
+    more. It may have a method ``check_model``, as a scorer.
     """
 
     def __call__(self, view: LayerView, **children: Any) -> Tensor:
@@ -182,6 +191,41 @@ class LayerBudget(Protocol):
         Args:
             tokens: int64 ``[B]``, the budget in slots a KV head, mean over layers.
             available: int64 ``[B]``, how many slots there are to keep.
+            layers: how many layers share the budget.
+        """
+
+
+@runtime_checkable
+class SharedOut(LayerBudget, Protocol):
+    """A layer budget that goes by what the layers hold, and shares the slots out among them; ``stage = "layers"``.
+
+    Called as any other it says what layers keep as long as nothing is known of them: it plans a cache by that, and
+    protects sinks and recent tokens.
+    """
+
+    @property
+    def needs(self) -> Needs: ...
+
+    def note(self, view: LayerView, scores: Tensor, tokens: Tensor) -> Tensor:
+        """Return what a share depends on in one layer, float32 ``[B, Hkv, n]``, n the same in all layers.
+
+        Args:
+            view: the slots of the layer; protected ones are valid and no candidates.
+            scores: float32 ``[B, Hkv, T]``, higher means keep.
+            tokens: int64 ``[B]``, the budget in slots a KV head, mean over layers.
+        """
+
+    def share(self, notes: Tensor, tokens: Tensor, available: Tensor, protected: Tensor, layers: int) -> Tensor:
+        """Return the slots a KV head of the layers read so far, int64 ``[B, l]``, each from `protected` to `available`.
+
+        Before the last layer it is what each may hold until then, which later calls may only lower: what is evicted
+        does not come back. With the last it sums to ``layers * min(tokens, available)``.
+
+        Args:
+            notes: float32 ``[B, l, Hkv, n]``, of the layers read so far, first layer first.
+            tokens: int64 ``[B]``, the budget in slots a KV head, mean over layers.
+            available: int64 ``[B]``, how many slots there are to keep.
+            protected: int64 ``[B]``, how many slots a head every layer keeps; at most ``min(tokens, available)``.
             layers: how many layers share the budget.
         """
 

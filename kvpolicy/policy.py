@@ -24,6 +24,7 @@ from kvpolicy.plugin import (
     LayerBudget,
     Score,
     Selector,
+    SharedOut,
     Store,
     importance_of,
     needs_of,
@@ -32,7 +33,7 @@ from kvpolicy.plugin import (
 )
 from kvpolicy.selectors.top_k import TopK
 from kvpolicy.store.settings import Plain
-from kvpolicy.tree import check, evaluate
+from kvpolicy.tree import check, compares_heads, evaluate
 from kvpolicy.types import LayerView, Merged, Needs, Plan, Selection
 
 if TYPE_CHECKING:
@@ -155,9 +156,10 @@ class Policy:
 
     @property
     def needs(self) -> Needs:
-        """What the score tree, the selector and the merging of the evicted read, all together."""
-        of_select: Needs = getattr(self.select, "needs", Needs())
-        return of_select | self.evicted.needs | needs_of(self.score)
+        """What the score tree, layer budget, selector and merging of the evicted read, all together."""
+        nothing = Needs()
+        own: Needs = getattr(self.select, "needs", nothing) | getattr(self.budget.layers, "needs", nothing)
+        return own | self.evicted.needs | needs_of(self.score)
 
     @property
     def merges(self) -> bool:
@@ -166,11 +168,30 @@ class Policy:
 
     @property
     def across_heads(self) -> bool:
-        """Whether the heads of a layer decide together how many slots each of them keeps."""
+        """Whether the heads of a layer score together, or decide together how many slots each of them keeps."""
+        return self._heads_compete or any(map(compares_heads, walk(self.score)))
+
+    @property
+    def _heads_compete(self) -> bool:
         return bool(getattr(self.budget.heads, "across_heads", True))
 
+    @property
+    def across_layers(self) -> bool:
+        """Whether a layer's budget depends on what other layers hold."""
+        return isinstance(self.budget.layers, SharedOut)
+
+    def check_model(self, config: Any) -> None:
+        """Raise where a part of the score was made for another decoder than the one with this config.
+
+        Raises:
+            UnsupportedModelError: when a scorer or combiner with a `check_model` says so.
+        """
+        for node in walk(self.score):
+            if hasattr(node, "check_model"):
+                node.check_model(config)
+
     def layer_slots(self, seen: Tensor, layers: int) -> Tensor:
-        """Return each layer's budget in slots a KV head, int64 ``[B, layers]``.
+        """Return each layer's budget in slots a KV head before any layer is read, int64 ``[B, layers]``.
 
         Args:
             seen: int64 ``[B]``, tokens seen by each row, padding excluded.
@@ -184,6 +205,53 @@ class Policy:
         if (found.sum(-1) != total).any() or (found < 0).any():
             raise PluginError(f"{who}: expected layers that add up to {total.tolist()}, got {found.tolist()}")
         return found
+
+    def note(self, view: LayerView, scores: Tensor, peers: HeadGroup | None = None) -> Tensor:
+        """Return what the layer's share depends on, float32 ``[B, Hkv, n]`` of all heads.
+
+        Args:
+            view: the layer's slots.
+            scores: float32 ``[B, Hkv, T]``, of its candidates.
+            peers: the ranks that hold the layer's other heads.
+        """
+        budget = self._shared_out
+        tokens = self.budget.slots(view.seen)
+        found = budget.note(view.limit(budget.needs, f"layer budget '{budget.name}'"), scores, tokens)
+        size = found.shape[-1] if isinstance(found, Tensor) and found.ndim else 0
+        check(found, (*view.valid.shape[:2], size), torch.float32, f"note of layer budget '{budget.name}'")
+        return found if peers is None else peers.gather(found)
+
+    def shared_slots(self, notes: Sequence[Tensor], view: LayerView, layers: int) -> Tensor:
+        """Return the budgets of the layers read so far in slots a KV head, int64 ``[B, l]``.
+
+        Args:
+            notes: of each of them, what `note` returned.
+            view: the slots of one of them.
+            layers: how many layers share the budget.
+        """
+        budget = self._shared_out
+        who = f"shares of layer budget '{budget.name}'"
+        tokens = self.budget.slots(view.seen)
+        mean = torch.minimum(tokens, view.seen)
+        protected = torch.minimum((view.valid & ~view.candidates).sum(-1).amax(-1), mean)
+        # Layers may be on several devices.
+        every = torch.stack([note.to(tokens.device) for note in notes], dim=1)
+        found = budget.share(every, tokens, view.seen, protected, layers)
+        check(found, tuple(every.shape[:2]), torch.int64, who)
+        outside = (found < protected[:, None]) | (found > view.seen[:, None])
+        if outside.any() or (len(notes) == layers and (found.sum(-1) != layers * mean).any()):
+            raise PluginError(
+                f"{who}: expected from {protected.tolist()} (protected) to {view.seen.tolist()} (seen) slots, all "
+                f"layers together {(layers * mean).tolist()}, got {found.tolist()}"
+            )
+        return found
+
+    @property
+    def _shared_out(self) -> SharedOut:
+        budget = self.budget.layers
+        if not isinstance(budget, SharedOut):
+            raise PluginError(f"layer budget '{budget.name}': expected one that shares slots out (note and share)")
+        return budget
 
     def plan_layer(self, view: LayerView, tokens: Tensor) -> Selection:
         """Return the slots that one layer keeps.
@@ -217,7 +285,7 @@ class Policy:
             view: the layer's slots.
             peers: the ranks that hold the layer's other heads.
         """
-        scores, importance = evaluate(self.score, view)
+        scores, importance = evaluate(self.score, view, peers)
         if view.shared:
             scores = _mean_of_heads(scores, peers)
             importance = None if importance is None else _mean_of_heads(importance, peers)
@@ -262,7 +330,7 @@ class Policy:
         """Return how many slots each head of `view` keeps, int64 ``[B, Hkv]``."""
         heads = self.budget.heads
         # Heads that keep the same slots score alike: each rank comes to the same lengths alone.
-        if view.shared or not self.across_heads:
+        if view.shared or not self._heads_compete:
             peers = None
         if peers is not None:
             view, scores = peers.whole(view, scores)
@@ -295,11 +363,15 @@ class Policy:
         Args:
             views: one view a layer, first layer first.
         """
-        selections = []
-        for depth, view in enumerate(views):
-            budgets = self.layer_slots(view.seen, len(views))
-            selections.append(self.plan_layer(view, budgets[:, depth]))
-        return Plan(tuple(selections))
+        budgets = [self.layer_slots(view.seen, len(views))[:, depth] for depth, view in enumerate(views)]
+        if not self.across_layers:
+            return Plan(tuple(map(self.plan_layer, views, budgets)))
+        views = [self.protect(view, tokens) for view, tokens in zip(views, budgets, strict=True)]
+        scored = [self.scores(view) for view in views]
+        notes = [self.note(view, scores) for view, (scores, _) in zip(views, scored, strict=True)]
+        shares = [self.shared_slots(notes, view, len(views))[:, depth] for depth, view in enumerate(views)]
+        kept = zip(views, scored, shares, strict=True)
+        return Plan(tuple(self.choose(view, *each, tokens) for view, each, tokens in kept))
 
     def on(self, model: Any, *, inactive: str = "raise") -> Session:
         """Return a session: a context manager in which `model` runs under this policy.

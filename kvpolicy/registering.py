@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvpolicy.contract import HOOKS
+from kvpolicy.contract import HOOKS, KINDS
 from kvpolicy.errors import PluginError
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.loading import Plugin, Raised, hooks, read, said
@@ -84,12 +84,15 @@ def _plugin(value: Any) -> Plugin:
         raise PluginError(f"{origin}: its hooks raised {said(error)}") from error
 
 
-def _with_hook(cls: object, origin: str) -> SimpleNamespace:
+def _with_hook(cls: Any, origin: str) -> SimpleNamespace:
     """Return what offers a class by the hook that a package would offer it by."""
     kind = kind_of(cls) if isinstance(cls, type) else ""
     if cls is Policy or isinstance(cls, Policy):
         raise PluginError(f"{origin}: expected plugin classes, got a policy: a hook offers those, as files")
     if not kind:
         raise PluginError(f"{origin}: expected plugin classes, got {cls!r}: {WHAT_EACH_HAS}")
+    if kind not in KINDS:
+        stages = "'layers' or 'heads', of a budget, or 'evicted'"
+        raise PluginError(f"{origin}: class {cls.__name__}: expected stage = {stages}, got {kind!r}")
     hook = next((hook for hook, offers in HOOKS.items() if offers == kind), "kvpolicy_budgets")
     return SimpleNamespace(**{hook: hookimpl(lambda: [cls])})

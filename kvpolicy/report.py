@@ -59,6 +59,7 @@ class LayerRecord:
         bytes: held by the storages of keys and values.
         index_bytes: held by the positions of the slots.
         bytes_full: what keys and values of all tokens seen would hold.
+        query_bytes: held by the queries recorded for the next eviction.
         derived: whether the model derives its heads from what is stored (MLA).
     """
 
@@ -68,6 +69,7 @@ class LayerRecord:
     bytes: int = 0
     index_bytes: int = 0
     bytes_full: int = 0
+    query_bytes: int = 0
     derived: bool = False
 
     def joined(self, others: Sequence[LayerRecord], *, heads: bool) -> LayerRecord:
@@ -78,6 +80,7 @@ class LayerRecord:
             kept=[[count for part in row for count in part] for row in rows] if heads else self.kept,
             bytes=sum(one.bytes for one in others),
             index_bytes=sum(one.index_bytes for one in others),
+            query_bytes=sum(one.query_bytes for one in others),
             bytes_full=sum(one.bytes_full for one in others),
         )
 
@@ -112,6 +115,11 @@ class Report:
         """Bytes of keys and values that a full cache would hold in the same layers."""
         return sum(layer.bytes_full for layer in self.layers.values())
 
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of the queries recorded for the next eviction, beside keys and values, read from storage."""
+        return sum(layer.query_bytes for layer in self.layers.values())
+
     def over_ranks(self) -> Report:
         """Return the report of all ranks of a tensor-parallel model: their bytes added up, their heads side by side.
 
@@ -142,6 +150,7 @@ class Report:
             "bytes": self.bytes,
             "bytes_full": self.bytes_full,
             "index_bytes": sum(layer.index_bytes for layer in self.layers.values()),
+            "query_bytes": self.query_bytes,
             "seconds": self.stopwatch.seconds(),
         }
 

@@ -30,6 +30,8 @@ def report_table(report: Report) -> str:
     table.add_row("all", "", "", f"{report.bytes:,}", _share(report.bytes, report.bytes_full))
     seconds = ", ".join(f"{stage} {spent:.3f}" for stage, spent in report.stopwatch.seconds().items())
     table.caption = f"seconds: {seconds}"
+    if report.query_bytes:
+        table.caption += f"\nrecorded queries, beside keys and values: {report.query_bytes:,} bytes"
     if report.query_aware is not None:
         table.caption += f"\nquery-aware: {'yes' if report.query_aware else 'no'}"
     if report.left_alone:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+# More pieces than this are joined at once, so that adding one never costs more than a few pointers.
+_PIECES = 32
 
 
 @dataclass(frozen=True)
@@ -13,12 +17,59 @@ class Window:
     """The last queries of each row, oldest first; of rows that have fewer, the first are -1 in `positions`.
 
     Args:
-        queries: ``[B, Hq, W, Dk]``.
-        positions: int64 ``[B, W]``, the token each belongs to.
+        joined: ``[B, Hq, W, Dk]``, queries.
+        places: int64 ``[B, W]``, the token each belongs to.
+        later: ``[B, Hq, 1, Dk]`` each, the queries of the tokens that came after those, joined when read.
+        start: the position of the first of `later`.
+        size: how many queries there are at most, once joined.
+        later_bytes: held by the storages of `later`.
     """
 
-    queries: Tensor
-    positions: Tensor
+    joined: Tensor
+    places: Tensor
+    later: tuple[Tensor, ...] = ()
+    start: int = 0
+    size: int = 0
+    later_bytes: int = 0
+
+    @property
+    def queries(self) -> Tensor:
+        """``[B, Hq, W, Dk]``."""
+        return self._whole[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 ``[B, W]``, the token each query belongs to."""
+        return self._whole[1]
+
+    @cached_property
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        if not self.later:
+            return self.joined, self.places
+        came = torch.arange(self.start, self.start + len(self.later), device=self.places.device)
+        places = torch.cat([self.places, came.expand(len(self.places), -1)], dim=1)
+        queries = torch.cat([self.joined, *self.later], dim=2)
+        if queries.shape[2] <= self.size:
+            return queries, places
+        # A copy: a slice would pin what it leaves out.
+        return queries[:, :, -self.size :].clone(), places[:, -self.size :].clone()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the storages of its queries and positions."""
+        return self.joined.untyped_storage().nbytes() + self.places.untyped_storage().nbytes() + self.later_bytes
+
+    def followed_by(self, query: Tensor, start: int, size: int) -> Window:
+        """Return the window with the query ``[B, Hq, 1, Dk]`` of the token at `start`, which is no row's padding."""
+        if len(self.later) == _PIECES:
+            return self.whole().followed_by(query, start, size)
+        first = self.start if self.later else start
+        nbytes = self.later_bytes + query.untyped_storage().nbytes()
+        return Window(self.joined, self.places, (*self.later, query), first, size, nbytes)
+
+    def whole(self) -> Window:
+        """Return the same window in one piece."""
+        return Window(self.queries, self.positions) if self.later else self
 
     def take_rows(self, rows: Tensor) -> Window:
         """Return the window of the rows `rows` (int64), which may repeat."""

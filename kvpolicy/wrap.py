@@ -22,7 +22,9 @@ DATA = (
 """What a wrapped function may ask of a view, by the names of its parameters."""
 
 
-def by_row(view: LayerView, score: Callable[[LayerView], Tensor], *, reader: str = "by_row") -> Tensor:
+def by_row(
+    view: LayerView, score: Callable[[LayerView], Tensor], *, reader: str = "by_row", among: Tensor | None = None
+) -> Tensor:
     """Return float32 ``[B, Hkv, T]``: what `score` says of each row's valid slots alone, 0 at the others.
 
     So `score` meets no padding, no empty slots and no queries that do not exist. It is called once a row; where the
@@ -32,6 +34,7 @@ def by_row(view: LayerView, score: Callable[[LayerView], Tensor], *, reader: str
         view: the slots.
         score: given a view of one row, ``[1, H, n, D]``, returns ``[1, H, n]`` of any float dtype.
         reader: what an error calls `score`.
+        among: bool ``[B, Hkv, T]``, the slots that `score` is given, such as ``view.candidates``; default: the valid.
 
     Raises:
         PluginError: when `score` returns anything else.
@@ -42,7 +45,7 @@ def by_row(view: LayerView, score: Callable[[LayerView], Tensor], *, reader: str
     [[[0.0, 2.0, 2.0]]]
     """
     scores = torch.zeros(view.valid.shape, dtype=torch.float32, device=view.valid.device)
-    for row, valid in enumerate(view.valid):
+    for row, valid in enumerate(view.valid if among is None else among):
         alike = bool((valid == valid[:1]).all())
         every = [slice(None)] if alike else [slice(head, head + 1) for head in range(len(valid))]
         for heads in every:

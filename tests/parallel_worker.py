@@ -41,6 +41,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "snapkv, decoding": ("llama-gqa", "snapkv", STEADY),
     "ada-kv, padded": ("llama", "ada-kv", STEADY),
     "ada-kv, all heads on each rank": ("phi3", "ada-kv", SHORT),
+    "cake, padded": ("llama", "cake", SHORT),
+    "dynamic-kv, decoding": ("llama-gqa", "dynamic-kv", STEADY),
+    "compactor, padded": ("llama", "compactor", SHORT),
     "snapkv, derived heads": ("deepseek", "snapkv", SHORT),
     "ada-kv, derived heads": ("deepseek", "ada-kv", STEADY),
 }

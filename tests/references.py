@@ -10,6 +10,7 @@ from typing import Any
 import test_zoo_attention as attention
 import test_zoo_budgets as budgets
 import test_zoo_keys_values as keys_values
+import test_zoo_layers as across_layers
 import test_zoo_selection as selection
 import torch
 import twins
@@ -17,6 +18,8 @@ from torch import Tensor
 from twins import blank, heads, slots
 
 from kvpolicy.budgets.adaptive import AdaptiveHeads
+from kvpolicy.budgets.cake import CakeLayers
+from kvpolicy.budgets.dynamic_kv import DynamicKVLayers
 from kvpolicy.budgets.pyramid import PyramidLayers
 from kvpolicy.budgets.schedule import ScheduleLayers
 from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
@@ -28,9 +31,11 @@ from kvpolicy.combiners.redundancy_adaptive import RedundancyAdaptive
 from kvpolicy.combiners.text_prior import TextPrior
 from kvpolicy.plugin import children, importance_of
 from kvpolicy.policy import Policy
+from kvpolicy.scorers.cake import Cake
 from kvpolicy.scorers.cosine_diversity import CosineDiversity
 from kvpolicy.scorers.cur_dkv import CurDKV
 from kvpolicy.scorers.euclidean_diversity import EuclideanDiversity
+from kvpolicy.scorers.finch import Finch
 from kvpolicy.scorers.h2o import H2O
 from kvpolicy.scorers.key_diff import KeyDiff
 from kvpolicy.scorers.key_norm import KeyNorm
@@ -62,11 +67,22 @@ def kept(policy: Policy, views: list[LayerView]) -> tuple[list[Kept], list[Tenso
     Raises:
         KeyError: when a part of the policy has no twin.
     """
+    tokens_of = [
+        [layer_slots(policy, int(seen), len(views))[depth] for seen in view.seen] for depth, view in enumerate(views)
+    ]
+    views = [
+        view.decide(view.valid & ~protected(policy.select, view, tokens))
+        for view, tokens in zip(views, tokens_of, strict=True)
+    ]
+    both = [score(policy.score, view) for view in views]
+    if share := SHARES.get(type(policy.budget.layers)):
+        rows = [
+            share(policy.budget.layers, views, [scores for scores, _ in both], row, tokens_of[0][row])
+            for row in range(len(views[0].valid))
+        ]
+        tokens_of = [list(layer) for layer in zip(*rows, strict=True)]
     chosen, scored = [], []
-    for depth, view in enumerate(views):
-        tokens = [layer_slots(policy, int(seen), len(views))[depth] for seen in view.seen]
-        view = view.decide(view.valid & ~protected(policy.select, view, tokens))
-        scores, importance = score(policy.score, view)
+    for view, tokens, (scores, importance) in zip(views, tokens_of, both, strict=True):
         decisive = importance if getattr(policy.budget.heads, "by", "score") == "importance" else scores
         lengths = torch.tensor(HEADS[type(policy.budget.heads)](policy.budget.heads, view, decisive, tokens))
         chosen.append(SELECTORS[type(policy.select)](policy.select, view, scores, lengths))
@@ -139,7 +155,7 @@ def critical_kv(node: CriticalKV, view: LayerView, importance: Tensor) -> Tensor
 
 
 def fixed(node: Fixed, view: LayerView, inputs: list[Tensor]) -> Tensor:
-    return twins.fixed(view, inputs, node.weights or [1 / len(inputs)] * len(inputs), node.normalize)
+    return twins.fixed(view, inputs, node.weights or [1 / len(inputs)] * len(inputs), node.normalize, node.over)
 
 
 def redundancy_adaptive(node: RedundancyAdaptive, view: LayerView, importance: Tensor, diversity: Tensor) -> Tensor:
@@ -177,16 +193,22 @@ def text_prior(node: TextPrior, view: LayerView, importance: Tensor) -> Tensor:
 
 def leverage(node: Leverage, view: LayerView) -> Tensor:
     keys = view.pre_rope_keys if node.space == "pre-rope" else view.keys
-    return keys_values.leverage(view, keys, keys_values.sketch_of(node, view), node.ridge)
+    return keys_values.leverage(view, keys, keys_values.sketch_of(node, view), node.ridge, compared(node, view))
+
+
+def compared(node: Any, view: LayerView) -> Tensor:
+    return view.valid if node.among == "valid" else view.candidates
 
 
 SCORES: dict[type, Callable[..., Tensor]] = {
     CAOTE: caote,
+    Cake: lambda node, view: across_layers.cake(view, node.window, node.kernel, node.gamma),
     CosineDiversity: lambda node, view: twins.cosine_diversity(view, vectors(node, view), view.candidates),
     CriticalKV: critical_kv,
     CurDKV: lambda node, view: keys_values.cur_dkv(view, node.leverage, node.window),
     EuclideanDiversity: lambda node, view: twins.euclidean_diversity(view, vectors(node, view)),
     Fixed: fixed,
+    Finch: lambda node, view: attention.finch(attention.last(view, node.window)),
     H2O: lambda node, view: attention.h2o(view, node.accumulate),
     KeyDiff: lambda node, view: twins.cosine_diversity(view, view.keys, view.valid),
     KeyNorm: lambda node, view: twins.norm(view, view.keys, -1),
@@ -194,7 +216,7 @@ SCORES: dict[type, Callable[..., Tensor]] = {
     LagKV: lambda node, view: keys_values.lag_kv(view, node.lag, node.sinks, node.cross),
     Leverage: leverage,
     ManifoldKV: lambda node, view: keys_values.manifold_kv(view, node.window or view.slots),
-    NonCausalAttention: lambda node, view: attention.non_causal_attention(view, node.chunk_size),
+    NonCausalAttention: lambda node, view: attention.non_causal_attention(view, node.chunk_size, compared(node, view)),
     RKV: r_kv,
     Recency: lambda node, view: twins.recency(view),
     RedundancyAdaptive: redundancy_adaptive,
@@ -210,8 +232,17 @@ LAYERS: dict[type, Callable[..., list[int]]] = {
     ScheduleLayers: lambda own, tokens, seen, layers: budgets.schedule(
         own.shape, Fraction(str(own.first)), min(tokens, seen), seen, layers
     ),
-    UniformLayers: lambda own, tokens, seen, layers: [min(tokens, seen)] * layers,
+    **dict.fromkeys(
+        (CakeLayers, DynamicKVLayers, UniformLayers),
+        lambda own, tokens, seen, layers: [min(tokens, seen)] * layers,
+    ),
 }
+
+SHARES: dict[type, Callable[..., list[int]]] = {
+    CakeLayers: across_layers.cake_layers,
+    DynamicKVLayers: across_layers.dynamic_kv_layers,
+}
+"""Of one row, once all layers have been scored."""
 
 HEADS: dict[type, Callable[..., list[list[int]]]] = {
     AdaptiveHeads: lambda own, view, scores, tokens: twins.adaptive(view, scores, tokens, Fraction(str(own.floor))),

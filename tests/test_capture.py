@@ -82,6 +82,23 @@ def test_a_window_follows_rows_and_forgets_what_was_taken_back() -> None:
     assert extend(window.before(5), numbered(1, 9), None, start=9, size=2).positions.tolist() == [[4, 9]] * 2
 
 
+@pytest.mark.parametrize("size", [1, 5, 40, 1000])
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_that_follow_one_by_one_are_as_if_each_was_joined_at_once(size: int, padded: bool) -> None:
+    visible = torch.ones(2, 8, dtype=torch.bool)
+    visible[0, :5] = visible[1, 6:] = False
+    plain = lazy = extend(None, numbered(8), visible if padded else None, start=0, size=size)
+    for start in range(8, 90):
+        plain = extend(plain, numbered(1, start), None, start=start, size=size)
+        lazy = lazy.followed_by(numbered(1, start).clone(), start, size)
+        if start in (30, 70):
+            assert lazy.later and lazy.nbytes >= lazy.queries.numel() * 4
+            lazy = [lazy.whole(), lazy.take_rows(torch.tensor([0, 1])), lazy.before(start + 1)][start % 3]
+        if start % 9 == 0:
+            assert torch.equal(lazy.positions, plain.positions) and torch.equal(lazy.queries, plain.queries)
+    assert lazy.whole().queries.untyped_storage().nbytes() == plain.queries.numel() * 4
+
+
 def test_the_view_of_a_padded_prompt() -> None:
     visible = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], dtype=torch.bool)
     window = extend(None, numbered(6), visible, start=0, size=4)

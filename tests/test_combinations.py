@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from filters import some_filters
 
 import kvpolicy
 from kvpolicy.registry import registry
@@ -38,6 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "head-totals": TABLE,
     "head-table": TABLE,
     "threshold": {"threshold": 0.1},
+    "q-filters": {"file": str(some_filters(layers=3, heads=2, size=8))},
 }
 """Of those that have to be told something."""
 OF_SCORES = {"by-modality": {"inside": "key-norm", "outside": "value-norm"}}

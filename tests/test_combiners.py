@@ -36,16 +36,18 @@ def some_scores(view: LayerView, seed: int, shift: float = 0.0) -> Tensor:
     return scores.mul(4).round().div(4).masked_fill(~view.candidates, torch.nan)
 
 
+@pytest.mark.parametrize("over", ["head", "layer"])
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("case", CASES)
-def test_fixed_equals_its_twin(case: str, how: str) -> None:
+def test_fixed_equals_its_twin(case: str, how: str, over: str) -> None:
     view = make_view(**CASES[case])
     inputs = [some_scores(view, seed) for seed in range(3)]
     weights = [0.5, 2.0, -0.25]
-    fixed = Fixed(inputs=[Recency()] * 3, weights=weights, normalize=how)  # type: ignore[arg-type]
-    want = twins.fixed(view, inputs, weights, how)
+    fixed = Fixed(inputs=[Recency()] * 3, weights=weights, normalize=how, over=over)  # type: ignore[arg-type]
+    want = twins.fixed(view, inputs, weights, how, over)
     size = max(float(want[view.candidates].abs().max()), 4.0)
-    assert_close(fixed(view, inputs=inputs), want, view.candidates, roundings=4 * view.slots + 16, size=size)
+    summed = view.slots * (view.kv_heads if over == "layer" else 1)
+    assert_close(fixed(view, inputs=inputs), want, view.candidates, roundings=4 * summed + 16, size=size)
 
 
 def test_without_weights_all_count_alike() -> None:

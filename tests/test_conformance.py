@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filters import some_filters
 from torch import Tensor
 
 from kvpolicy import LayerView, Needs, settings
@@ -30,6 +31,7 @@ from kvpolicy.testing import (
 PLACE = "where a slot stands is what it scores by"
 POOLS = "pools over neighbours"
 TABLE = "a table is of one model, the check of others"
+FILTERS = "filters are of one model's heads, the check of several sizes"
 CALL = "reads the weights of a model, which a view has not"
 SETTINGS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("scorer", "snapkv"): [{}, {"window": 4, "kernel": 7, "pooling": "max"}],
@@ -38,15 +40,21 @@ SETTINGS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("combiner", "fixed"): [
         {"inputs": [KeyNorm(), ValueNorm()], "normalize": how}
         for how in ("min-max", "rank", "z-score", "match-importance", "none")
+    ]
+    + [
+        {"inputs": [KeyNorm(), ValueNorm()], "normalize": how, "over": "layer"}
+        for how in ("min-max", "rank", "z-score", "match-importance")
     ],
     ("combiner", "redundancy-adaptive"): [
         {"importance": ValueNorm(), "diversity": CosineDiversity()},
         {"importance": ValueNorm(), "diversity": CosineDiversity(space="pre-rope"), "space": "pre-rope"},
     ],
     ("scorer", "lag-kv"): [{}, {"lag": 4, "sinks": 2}, {"lag": 4, "sinks": 2, "cross": True}],
-    ("scorer", "leverage"): [{}, {"sketch": None, "space": "post-rope"}],
+    ("scorer", "leverage"): [{}, {"sketch": None, "space": "post-rope", "among": "candidates"}],
+    ("scorer", "non-causal-attention"): [{}, {"chunk_size": 20, "among": "candidates"}],
     ("scorer", "cur-dkv"): [{}, {"leverage": "kv-avg", "window": 5, "sketch": 20}],
     ("scorer", "manifold-kv"): [{"window": 5}],
+    ("scorer", "q-filters"): [{"file": str(some_filters(layers=4, heads=2, size=64))}],
     ("combiner", "caote"): [{"importance": ValueNorm()}, {"importance": ValueNorm(), "fast": True}],
     ("combiner", "r-kv"): [{"importance": ValueNorm()}],
     ("combiner", "critical-kv"): [{"importance": ValueNorm()}, {"importance": ValueNorm(), "first": 4}],
@@ -62,24 +70,30 @@ SETTINGS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("selector", "by-modality"): [{"shares": {"text": 0.4, "image": 0.3, "video": 0.3}}],
 }
 """The settings that each built-in is checked under; of others, the defaults."""
-EXPECTED: dict[str, dict[str, str]] = {
-    "snapkv": {"permutation": POOLS},
-    "random": {"permutation": PLACE, "heads": "each head has numbers of its own"},
-    "recency": {"permutation": PLACE},
-    "non-causal-attention": {"permutation": POOLS, "causal": "queries see what comes after them"},
-    "keyformer": {"permutation": PLACE, "heads": "each head has noise of its own"},
-    "lag-kv": {"permutation": PLACE},
-    "cur-dkv": {"permutation": PLACE},
-    "manifold-kv": {"permutation": PLACE},
-    "r-kv": {"permutation": PLACE},
-    "head-totals": dict.fromkeys(["lengths", "batch_mates"], TABLE),
-    "head-table": {"heads": "a head's place says what it is due", "generate": TABLE, "generate_alone": TABLE},
-    "threshold": dict.fromkeys(["lengths", "generate"], "the budget is an upper bound"),
-    "critical-kv": dict.fromkeys(
+EXPECTED: dict[tuple[str, str], dict[str, str]] = {
+    ("scorer", "snapkv"): {"permutation": POOLS},
+    ("scorer", "cake"): {"permutation": POOLS},
+    ("scorer", "random"): {"permutation": PLACE, "heads": "each head has numbers of its own"},
+    ("scorer", "recency"): {"permutation": PLACE},
+    ("scorer", "non-causal-attention"): {"permutation": POOLS, "causal": "queries see what comes after them"},
+    ("scorer", "keyformer"): {"permutation": PLACE, "heads": "each head has noise of its own"},
+    ("scorer", "lag-kv"): {"permutation": PLACE},
+    ("scorer", "cur-dkv"): {"permutation": PLACE},
+    ("scorer", "manifold-kv"): {"permutation": PLACE},
+    ("combiner", "r-kv"): {"permutation": PLACE},
+    ("scorer", "q-filters"): dict.fromkeys(["shapes", "heads", "memory", "generate", "generate_alone"], FILTERS),
+    ("layers", "head-totals"): dict.fromkeys(["lengths", "batch_mates"], TABLE),
+    ("heads", "head-table"): {
+        "heads": "a head's place says what it is due",
+        "generate": TABLE,
+        "generate_alone": TABLE,
+    },
+    ("heads", "threshold"): dict.fromkeys(["lengths", "generate"], "the budget is an upper bound"),
+    ("combiner", "critical-kv"): dict.fromkeys(
         ["children_untouched", "children_outside", "children_finite", "children_orientation"], CALL
     ),
 }
-"""By name, the checks that a built-in does not pass, and why."""
+"""By kind and name, the checks that a built-in does not pass, and why."""
 
 
 def built_in() -> list[tuple[Any, dict[str, str] | None]]:
@@ -90,7 +104,7 @@ def built_in() -> list[tuple[Any, dict[str, str] | None]]:
             "kvpolicy "
         ):
             each = SETTINGS.get((entry.kind, entry.name), [{}])
-            found += [(entry.value(**given), EXPECTED.get(entry.name)) for given in each]
+            found += [(entry.value(**given), EXPECTED.get((entry.kind, entry.name))) for given in each]
     return found
 
 

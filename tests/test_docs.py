@@ -75,7 +75,7 @@ def blocks(page: Path) -> list[Block]:
 
 ALL = [block for page in PAGES for block in blocks(page)]
 POLICIES = [block for block in ALL if block.language == "yaml" and block.note("no policy") is None]
-NEEDS_MODEL = re.compile(r"\$ kvpolicy (run|eval|analyze|tune)")
+NEEDS_MODEL = re.compile(r"\$ kvpolicy (run|eval|analyze|tune|calibrate)")
 COMMANDS = [
     pytest.param(block, marks=[pytest.mark.model] if NEEDS_MODEL.search(block.text) else [], id=str(block))
     for block in ALL

@@ -24,11 +24,11 @@ from kvpolicy.analysis.plots import COLOURS
 from kvpolicy.cli import app
 from kvpolicy.config import dump
 from kvpolicy.eval import plots
+from kvpolicy.eval.asked import write_asked
 from kvpolicy.eval.bench import Bench
 from kvpolicy.eval.cells import Cell, ResultError, measure, write_whole
-from kvpolicy.eval.grid import OF_PICTURES
 from kvpolicy.eval.page import page
-from kvpolicy.eval.results import Result, read_result, read_results
+from kvpolicy.eval.results import Result, read_asked, read_result, read_results
 from kvpolicy.eval.show import notes, terminal
 from kvpolicy.eval.statistics import interval
 from kvpolicy.eval.table import Row, tables
@@ -174,49 +174,110 @@ def test_an_unknown_baseline_is_refused() -> None:
 # What a folder lacks
 
 
-def lacking(*results: Result) -> dict[str, str]:
-    """Return what each table says that it lacks."""
-    says = "not in the folder, of what its policies and budgets make: "
+SAYS = "asked for, and not in the folder: "
+UNKNOWN = "the folder does not say what was asked for: what is missing is not known"
+FIRST = result("snapkv", [1, 1, 1, 0], budget=128)
+
+
+def lacking(asked: list[Result], there: list[Result]) -> dict[str, str]:
+    """Return what each table says that it lacks of what was asked for."""
     return {
-        table.title: note.removeprefix(says)
-        for table in tables(results)
+        table.title: note.removeprefix(SAYS)
+        for table in tables(there, asked=[one.cell for one in asked])
         for note in notes(table)
-        if note.startswith(says)
+        if note.startswith(SAYS) or note == UNKNOWN
     }
 
 
-def test_a_table_names_what_some_but_not_all_have() -> None:
-    whole = [FULL, MORE, ECO, SNAP, result("snapkv", [1, 1, 1, 0], budget=128)]
-    assert lacking(*whole) == {}
-    assert lacking(*whole[1:]) == {}  # nothing there says that the full cache was asked for
-    assert lacking(*whole[:4]) == {"niah-single, query-aware": "snapkv at 128"}
-    assert lacking(MORE, ECO, result("snapkv", [1], budget=96)) == {
-        "niah-single, query-aware": "ecokv at 96; snapkv at 64, at 128"
-    }
-    assert lacking(MORE, SNAP) == {"niah-single, query-aware": "ecokv at 64; snapkv at 128"}
-    # snapkv protects 36 slots: no command makes it at 20.
-    assert lacking(result("random", [0], budget=20), result("random", [0]), SNAP) == {}
+def test_a_table_names_what_was_asked_for_and_is_not_there() -> None:
+    asked = [FULL, MORE, ECO, SNAP, FIRST]
+    assert lacking(asked, asked) == {}
+    assert lacking(asked, [FULL, MORE, ECO, SNAP]) == {"niah-single, query-aware": "snapkv at 128"}
+    assert lacking(asked, [MORE, SNAP]) == {"niah-single, query-aware": "full; ecokv at 64; snapkv at 128"}
+    # What others have is not asked for thereby.
+    assert lacking([SNAP, MORE], [SNAP, MORE]) == {}
+    # What is there besides is no gap.
+    assert lacking([SNAP], [SNAP, ECO, MORE]) == {}
 
 
-def test_gaps_are_of_each_task_mode_and_seed() -> None:
-    drift = {"task": {"task": "drift", "length": 200}, "mode": "query-agnostic"}
+def test_a_task_without_any_result_has_a_table_of_gaps() -> None:
+    drift = result("snapkv", [1], task={"task": "drift", "length": 200}, mode="query-agnostic")
+    other = result("ecokv", [1], model="other")
+    empty, *_ = found = tables([SNAP], asked=[one.cell for one in (SNAP, drift, other)])
+    assert [(table.title, table.model, len(table.rows)) for table in found] == [
+        ("niah-single, query-aware", "other", 0),
+        ("drift, query-agnostic", "tiny", 0),
+        ("niah-single, query-aware", "tiny", 1),
+    ]
+    assert [notes(table) for table in found[:2]] == [[f"{SAYS}ecokv at 64"], [f"{SAYS}snapkv at 64"]]
+    assert terminal(empty, "snapkv", 80) == ["niah-single, query-aware: model other, length 200"]
+    text = page(found, [SNAP], "snapkv")
+    assert text.count("<h2>") == 4 and text.count("<table>") == text.count("<img") == 1
+    assert f"Note: {SAYS}ecokv at 64." in text
+
+
+def test_gaps_are_of_each_mode_and_seed() -> None:
     agnostic = result("snapkv", [0], mode="query-agnostic")
-    assert lacking(FULL, SNAP, ECO, agnostic, result("snapkv", [0], **drift)) == {
-        "drift, query-agnostic": "full; ecokv at 64",
-        "niah-single, query-agnostic": "ecokv at 64",
+    assert lacking([FULL, SNAP, ECO, agnostic], [ECO]) == {
+        "niah-single, query-agnostic": "full; snapkv at 64",
+        "niah-single, query-aware": "full; snapkv at 64",
     }
-    second = {"seed": 1, "examples": "f"}
-    assert lacking(SNAP, ECO, result("snapkv", [0], **second)) == {"niah-single, query-aware": "ecokv at 64 (seed 1)"}
-    # Another model is another grid.
-    assert lacking(SNAP, result("ecokv", [0], model="other")) == {}
+    second = [result(name, [0], seed=1, examples="f") for name in ("snapkv", "ecokv")]
+    assert lacking([SNAP, ECO, *second], [SNAP, second[0]]) == {"niah-single, query-aware": "ecokv at 64"}
+    assert lacking([SNAP, ECO, *second], [SNAP, ECO]) == {
+        "niah-single, query-aware": "snapkv at 64 (seed 1); ecokv at 64 (seed 1)"
+    }
 
 
-def test_a_policy_of_pictures_is_not_missing_elsewhere() -> None:
-    pictures = {"task": {"task": "pictures", "length": 200}}
-    alone = load(OF_PICTURES, budget=64)
-    of_pictures = result("snapkv", [1], **pictures)
-    other = dataclasses.replace(of_pictures, cell=dataclasses.replace(of_pictures.cell, policy=dump(alone)))
-    assert lacking(SNAP, of_pictures, other) == {}
+def test_a_policy_that_was_changed_is_told_from_what_it_was() -> None:
+    changed = dataclasses.replace(SNAP.cell, policy=dump(load("snapkv", budget=64, select={"recent": 8})))
+    (table,) = tables([SNAP], asked=[SNAP.cell, changed])
+    (row,), (gap,) = table.rows, table.gaps or []
+    assert row.policy.startswith("snapkv #") and gap.policy.startswith("snapkv #") and row.policy != gap.policy
+
+
+def test_what_no_folder_says_is_not_known() -> None:
+    assert lacking([], [FULL, SNAP]) == {"niah-single, query-aware": UNKNOWN}
+    agnostic = result("snapkv", [0], mode="query-agnostic")
+    assert lacking([FULL, agnostic], [FULL, agnostic, SNAP]) == {"niah-single, query-aware": UNKNOWN}
+
+
+def test_what_was_asked_for_comes_back_and_is_written_once(tmp_path: Path) -> None:
+    cells = [one.cell for one in (FULL, ECO, MORE)]
+    assert read_asked(tmp_path) == []
+    write_asked(cells, tmp_path)
+    assert read_asked(tmp_path) == cells
+    (path,) = tmp_path.iterdir()
+    before = path.stat().st_mtime_ns
+    write_asked(cells[::-1], tmp_path)
+    assert [(each, each.stat().st_mtime_ns) for each in tmp_path.iterdir()] == [(path, before)]
+    write_asked([SNAP.cell, ECO.cell], tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert sorted(cell.name for cell in read_asked(tmp_path)) == sorted(one.name for one in [*cells, SNAP.cell])
+    assert read_results(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"kvpolicy-eval": 1', '"kvpolicy-eval": 2', ":1: expected format 1 or older, got 2"),
+        ('"seed": 0', '"seed": 1', "it is damaged: not what was written"),
+        ('"seed": 0, ', "", "it is damaged"),
+        ('{"cell": ', "{", "expected JSON"),
+    ],
+)
+def test_a_damaged_file_of_what_was_asked_for_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    write_asked([FULL.cell, SNAP.cell], tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(ResultError, match=message):
+        read_asked(tmp_path)
+
+
+def test_what_was_asked_for_of_another_text_is_refused() -> None:
+    says = rf"results {SNAP.cell.name} and \w+ \(asked for\): expected the same .* or remove the asked-\*.jsonl of one"
+    with pytest.raises(ResultError, match=says):
+        tables([SNAP], asked=[result("ecokv", [1], examples="others").cell])
 
 
 # Result files
@@ -477,6 +538,25 @@ def test_an_interrupt_says_how_to_go_on(tiny_model: None, tmp_path: Path, monkey
     code, out, err = call(*EVAL, "--tasks", "drift", "--out", str(tmp_path))
     assert (code, out) == (130, "")
     assert f"What was finished is in {tmp_path}; the same command goes on from there." in err
+    code, out, _ = call("report", str(tmp_path))
+    assert code == 0
+    assert f"note: {SAYS}full; random at 80, at 50%; snapkv at 80, at 50%; ecokv-snapkv, no redundancy weight at" in out
+
+
+def test_report_says_what_a_shard_left(tiny_model: None, tmp_path: Path) -> None:
+    command = (*EVAL, "--tasks", "drift", "--out", str(tmp_path))
+    assert call(*command, "--shard", "1/2")[0] == 0
+    (table,) = json.loads(call("report", str(tmp_path), "--json")[1])
+    assert [(gap["policy"], gap["budget"]) for gap in table["gaps"]] == [
+        ("random", 80),
+        ("snapkv", 80),
+        ("ecokv-snapkv, no redundancy weight", 80),
+    ]
+    before = sorted(tmp_path.iterdir())
+    assert call(*command, "--shard", "2/2")[0] == 0
+    assert len(list(tmp_path.iterdir())) == len(before) + 3
+    (table,) = json.loads(call("report", str(tmp_path), "--json")[1])
+    assert (table["gaps"], len(table["rows"])) == ([], 7)
 
 
 @pytest.mark.parametrize(
@@ -538,13 +618,12 @@ def test_a_full_disk_leaves_the_page_of_before(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_table_says_how_little_it_is_and_that_the_model_cannot_do_the_task() -> None:
-    (few,) = tables([FULL, SNAP])
+    asked = [one.cell for one in (FULL, SNAP)]
+    (few,) = tables([FULL, SNAP], asked=asked)
     assert notes(few) == ["4 examples: intervals of fewer than 8 are too narrow to say anything"]
-    (unable,) = tables([result("full", [0] * 8, budget=None, mode="either"), result("snapkv", [0] * 7 + [1])])
+    unables = [result("full", [0] * 8, budget=None, mode="either"), result("snapkv", [0] * 7 + [1])]
+    (unable,) = tables(unables, asked=asked)
     assert [note.partition(":")[0] for note in notes(unable)] == ["string_match_all is 0 with the full cache"]
     assert "Note: string_match_all is 0 with the full cache" in page([unable], [FULL], None)
-    (partial,) = tables([FULL, MORE, SNAP])
-    assert "Note: not in the folder, of what its policies and budgets make: ecokv at 64; snapkv at 128." in page(
-        [partial], [FULL], None
-    )
-    assert notes(tables([result("full", [1] * 8, budget=None, mode="either"), result("snapkv", [0] * 8)])[0]) == []
+    enough = [result("full", [1] * 8, budget=None, mode="either"), result("snapkv", [0] * 8)]
+    assert notes(tables(enough, asked=asked)[0]) == []

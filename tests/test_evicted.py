@@ -294,6 +294,14 @@ class Odd:
         if self.how == "writes":
             view.values.where(view.valid[..., None], 0)
             view.values[view.valid] = 0
+        if self.how == "writes seen":
+            view.seen.add_(1)
+        if self.how == "writes first" and memory is None:
+            view.values.add_(1)
+        if self.how == "writes memory" and memory is not None:
+            memory.add_(1)
+        if self.how in ("writes first", "writes memory") and len(keys) < int(view.valid.sum()):
+            return Merged(keys, values, torch.zeros(len(view.valid)))
         return None
 
 
@@ -310,6 +318,9 @@ class Odd:
         ("noise", "repeatable", r"expected equal keys and values when it is called again"),
         ("mates", "batch_mates", r"expected that a row becomes the same alone and beside others"),
         ("writes", "inputs_untouched", r"writes into what it is given"),
+        ("writes seen", "inputs_untouched", r"writes into what it is given"),
+        ("writes first", "inputs_untouched", r"writes into what it is given"),
+        ("writes memory", "inputs_untouched", r"writes into what it is given"),
     ],
 )
 def test_a_breach_of_contract_is_found(how: str, check: str, message: str) -> None:

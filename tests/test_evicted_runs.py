@@ -22,7 +22,7 @@ from kvpolicy.plugin import settings
 from kvpolicy.registry import registry
 from kvpolicy.session.decoder import cache_name
 from kvpolicy.session.layers import evicting_layers
-from kvpolicy.session.passes import left_of
+from kvpolicy.session.keep import Kept
 from kvpolicy.session.when import Prompt
 from kvpolicy.testing import oracle
 from kvpolicy.testing.architectures.build import Case
@@ -215,7 +215,7 @@ def test_drafts_in_one_pass_with_the_end_of_the_prompt_see_the_merged_slots(name
 def test_what_is_left_in_the_middle_of_a_pass_are_the_merged_slots() -> None:
     keys, values = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 3)
     kept = Selection(slots=torch.tensor([0, 2, 1]), lengths=torch.tensor([[2, 1]]))
-    found = left_of((keys, values, None), kept, 2, Merged(torch.ones(3, 4), torch.zeros(3, 3)))
+    found = Kept(kept, 2, Merged(torch.ones(3, 4), torch.zeros(3, 3))).of((keys, values, None))
     assert found.kept.tolist() == [[[True, False, True, False, True, True], [False, True, False, False, True, True]]]
     assert found.keys is not None and found.values is not None
     assert (found.keys[0, 0, [0, 2]] == 1).all() and (found.values[0, 1, 1] == 0).all()

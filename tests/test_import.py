@@ -23,6 +23,7 @@ SHARED = {
     "compat",
     "types",
     "errors",
+    "filters",
     "plugin",
     "hookspecs",
     "maths",

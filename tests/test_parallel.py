@@ -113,7 +113,7 @@ def test_bytes_are_the_sum_over_ranks(found: dict[str, list[dict[str, Any]]], ca
     whole = CASES[case][0] in ("phi3", "deepseek")
     for rank in ranks:
         assert [one["kept"] for one in rank["report"]["layers"]] == [one["kept"] for one in alone["report"]["layers"]]
-        for key in ("bytes", "bytes_full", "index_bytes"):
+        for key in ("bytes", "bytes_full", "index_bytes", "query_bytes"):
             assert rank["report"][key] == sum(other["local"][key] for other in ranks)
         assert rank["report"]["bytes_full"] == alone["report"]["bytes_full"] * (RANKS if whole else 1)
         if not whole and case.startswith("snapkv"):
@@ -216,6 +216,28 @@ def test_heads_that_are_derived_keep_the_same_on_every_rank() -> None:
     assert side_by_side(alone) != whole.tolist()
 
 
+def test_scores_normalised_over_a_layer_are_over_the_heads_of_all_ranks() -> None:
+    valid = torch.ones(2, 4, 12, dtype=torch.bool)
+    valid[:, 2:, :4] = False
+    values = torch.randn(2, 4, 12, 8, generator=torch.Generator().manual_seed(2))
+    values[:, 0, 5] *= 50  # next to which no value of the other rank counts
+    view = replace(a_view(valid=valid), values=values)
+    score = {"type": "fixed", "inputs": ["key-norm", "value-norm"], "over": "layer"}
+    policy = kvpolicy.load("key-norm", score=score, budget=5, select={"sinks": 1, "recent": 1})
+    whole = [row[:2] + [[slot - 4 for slot in head] for head in row[2:]] for row in decide(policy, view, None).tolist()]
+    assert side_by_side([part.tolist() for part in on_two_ranks(policy, view)]) == whole
+    alone = [decide(policy, part_of(view, rank), None).tolist() for rank in range(RANKS)]
+    assert side_by_side(alone) != whole
+
+
+def test_a_scorer_that_compares_heads_is_refused_where_they_are_on_several_ranks() -> None:
+    policy = kvpolicy.load("tova", budget=5)
+    view = replace(a_view(), queries=torch.ones(2, 8, 1, 8), query_positions=torch.full((2, 1), 11))
+    assert decide(policy, view, None).lengths.tolist() == [[5] * 4] * 2
+    with pytest.raises(UnsupportedModelError, match=r"scorer 'tova' .* compares the heads of a layer, which are on"):
+        decide(policy, view, Thread(Room(), SimpleNamespace(), 0))
+
+
 def test_heads_that_do_not_compete_need_no_other_rank() -> None:
     peers = Thread(Room(threading.Barrier(RANKS, timeout=0.01)), SimpleNamespace(), 0)
     view = a_view(2)
@@ -268,12 +290,12 @@ def test_a_report_joins_heads_that_are_not_the_same_on_every_rank(derived: bool,
     room, config = Room(), SimpleNamespace(num_attention_heads=2, num_key_value_heads=2)
 
     def run(rank: int) -> Report:
-        layers = {7: LayerRecord(7, 10, [[3]], 100 + rank, 10, 1000, derived=derived)}
+        layers = {7: LayerRecord(7, 10, [[3]], 100 + rank, 10, 1000, 7, derived=derived)}
         return Report("mine", layers, peers=Thread(room, config, rank)).over_ranks()
 
     with ThreadPoolExecutor(RANKS) as pool:
         for report in pool.map(run, range(RANKS)):
-            assert report.layers == {7: LayerRecord(7, 10, kept, 201, 20, 2000, derived=derived)}
+            assert report.layers == {7: LayerRecord(7, 10, kept, 201, 20, 2000, 14, derived=derived)}
             assert (report.bytes, report.bytes_full, report.over_ranks()) == (201, 2000, report)
 
 

@@ -247,7 +247,7 @@ def test_the_shipped_policies_are_these() -> None:
     over = ["critical-kv", "caote-snapkv", "r-kv", "look-m", "d2o", "cam"]
     choices = ["chunkkv", "nacl", *(f"snapkv-{one}" for one in ("mmr", "k-centre", "determinantal", "pages"))]
     schedules = ["snapkv-linear", "snapkv-cosine"]
-    zoo = [*attention, *vectors, *over, *choices, *schedules]
+    zoo = ["cake", "dynamic-kv", "compactor", "finch", *attention, *vectors, *over, *choices, *schedules]
     assert sorted(SHIPPED) == sorted([*plain, "mixkv-snapkv", "mixkv-ada-kv", *ours, *laid, *zoo])
     for name in SHIPPED:
         policy = kvpolicy.load(name)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Needs, wrap_score
+from kvpolicy.combiners.redundancy_adaptive import RedundancyAdaptive
 from kvpolicy.config import schema
-from kvpolicy.errors import PluginError, PolicyFileError
+from kvpolicy.errors import PluginError, PolicyFileError, SettingError
 from kvpolicy.plugin import Score
 from kvpolicy.registry import loaded, registry
 from kvpolicy.scorers.random import Random
@@ -154,7 +155,18 @@ def test_another_class_of_a_name_that_is_taken_is_refused() -> None:
         (type("Bare", (), {}), "got <class 'test_registering.Bare'>: a scorer has `needs`"),
         (types, "module types (registered in code): expected plugin classes, got <module 'types'"),
         (made("my score"), "scorer Made: its `name` is 'my score'"),
-        (made("mine", stage="layer"), "budget Made: expected stage = 'layers' or 'heads', got 'layer'"),
+        (
+            made("mine", stage="layer"),
+            "class Made: expected stage = 'layers' or 'heads', of a budget, or 'evicted', got 'layer'",
+        ),
+        (
+            made("mine", needs=Needs(), __call__=lambda self, view, selection, memory: None),
+            "scorer Made: its `__call__` takes (view, selection, memory), a scorer's the view alone: write stage = ",
+        ),
+        (
+            made("mine", needs=Needs(), __call__=lambda self, view, scores, tokens: None),
+            "takes (view, scores, tokens), a scorer's the view alone",
+        ),
         (packages.Plugin(scorer=[]), "unknown hook 'kvpolicy_scorer'. Did you mean 'kvpolicy_scorers'"),
         (packages.Plugin(scorers=lambda: 1 / 0), "its hooks raised ZeroDivisionError: division by zero"),
     ],
@@ -165,6 +177,26 @@ def test_what_is_no_plugin_is_refused_and_nothing_registered(value: Any, says: s
         kvpolicy.register(cell(), value)
     assert says in str(caught.value)
     assert registry().entries() == before
+
+
+def test_what_a_scorer_may_be_called_with_besides_is_up_to_it() -> None:
+    def call(self: Any, view: Any, scale: float = 1.0, *rest: Any, power: int = 2, **named: Any) -> None: ...
+
+    def join(self: Any, view: Any, inner: Any) -> None: ...
+
+    with kvpolicy.register(
+        made("mine", needs=Needs(), __call__=call),
+        made("ours", needs=Needs(), __annotations__={"inner": Score}, __call__=join),
+    ):
+        assert "mine" in names("scorer") and "ours" in names("combiner")
+
+
+def test_a_class_without_a_stage_is_no_score_either() -> None:
+    found = made("mine", needs=Needs(), __call__=lambda self, view, selection, memory: None)
+    with pytest.raises(
+        SettingError, match=r"expected a scorer or combiner, not a Made: its `__call__` takes \(view, sel"
+    ):
+        RedundancyAdaptive(importance=found(), diversity=Random())
 
 
 def test_the_command_line_in_this_process_lists_it() -> None:

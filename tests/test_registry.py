@@ -11,6 +11,7 @@ from typing import Any
 import packages
 import pytest
 import torch
+from filters import some_filters
 from packages import made
 
 from kvpolicy import LayerView, Needs, settings
@@ -226,11 +227,16 @@ def test_a_contract_is_a_whole_number(contract: Any) -> None:
         read(stating(contract), "one 1.0")
 
 
-def test_every_built_in_keeps_the_contract_as_an_instance() -> None:
+def test_every_built_in_keeps_the_contract_as_an_instance(tmp_path: Path) -> None:
+    required = {
+        "threshold": {"threshold": 0.5},
+        "head-table": TABLE,
+        "head-totals": TABLE,
+        "q-filters": {"file": some_filters(1, 1, 2, folder=tmp_path)},
+    }
     for entry in registered().entries():
         if entry.kind != "policy" and not any("Score" in str(hint) for hint in entry.value.__annotations__.values()):
-            required = {"threshold": {"threshold": 0.5}, "head-table": TABLE, "head-totals": TABLE}.get(entry.name, {})
-            assert fault(entry.value(**required), entry.kind) == "", entry.name
+            assert fault(entry.value(**required.get(entry.name, {})), entry.kind) == "", entry.name
 
 
 def test_a_score_in_python_is_checked_alike() -> None:

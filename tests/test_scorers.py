@@ -17,10 +17,12 @@ from kvpolicy.errors import PluginError, SettingError, ViewError
 from kvpolicy.plugin import children, settings
 from kvpolicy.policy import Budget, Policy
 from kvpolicy.registry import registry
+from kvpolicy.scorers.cake import Cake
 from kvpolicy.scorers.cosine_diversity import CosineDiversity
 from kvpolicy.scorers.cur_dkv import CurDKV
 from kvpolicy.scorers.euclidean_diversity import EuclideanDiversity
 from kvpolicy.scorers.expected_attention import ExpectedAttention
+from kvpolicy.scorers.finch import Finch
 from kvpolicy.scorers.h2o import H2O
 from kvpolicy.scorers.key_diff import KeyDiff
 from kvpolicy.scorers.key_norm import KeyNorm
@@ -29,6 +31,7 @@ from kvpolicy.scorers.lag_kv import LagKV
 from kvpolicy.scorers.leverage import Leverage
 from kvpolicy.scorers.manifold_kv import ManifoldKV
 from kvpolicy.scorers.non_causal_attention import NonCausalAttention
+from kvpolicy.scorers.q_filters import QFilters
 from kvpolicy.scorers.random import Random
 from kvpolicy.scorers.recency import Recency
 from kvpolicy.scorers.scissorhands import Scissorhands
@@ -55,8 +58,16 @@ SCORERS: dict[str, tuple[Any, Callable[[LayerView], Tensor]]] = {
     "recency": (Recency(), twins.recency),
 }
 ONLY = [scorer for scorer, _ in SCORERS.values()] + [Random()]
-# Their twins stand in test_zoo_attention.py and test_zoo_keys_values.py.
-ONLY += [H2O(), TOVA(), Scissorhands(w=8), Keyformer(), NonCausalAttention(chunk_size=16)]
+# Their twins stand in test_zoo_attention.py, test_zoo_keys_values.py and test_zoo_layers.py.
+ONLY += [
+    Cake(window=8),
+    H2O(),
+    TOVA(),
+    Finch(window=8),
+    Scissorhands(w=8),
+    Keyformer(),
+    NonCausalAttention(chunk_size=16),
+]
 ONLY += [LagKV(lag=4, sinks=2), Leverage(space="post-rope"), CurDKV(), ManifoldKV(window=5)]
 
 
@@ -237,6 +248,6 @@ def test_every_built_in_says_what_it_is() -> None:
             assert re.match(r"time O\(.+?\), memory O\(.+?\)($|[,;] )", cls.cost), entry.name
             assert entry.kind != "scorer" or cls.role in ("importance", "diversity", "other")
     built = {entry.value for entry in registry().entries("scorer") if entry.origin.startswith("kvpolicy ")}
-    # The one that reads a model's rotary embedding besides is compared in test_zoo_attention.py.
-    assert built == {type(scorer) for scorer in ONLY} | {ExpectedAttention}, "a scorer without a twin"
+    # What a model or a file has to be read for is compared in test_zoo_attention.py and test_zoo_q_filters.py.
+    assert built == {type(scorer) for scorer in ONLY} | {ExpectedAttention, QFilters}, "a scorer without a twin"
     assert not any(children(scorer) for scorer in ONLY)

@@ -99,6 +99,14 @@ def test_wrong_settings_are_refused(settings: dict[str, object]) -> None:
         TopK(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("recent", ["x", True, None, [1], -1, 0.0, 1.5, 8.0])
+def test_a_wrong_number_of_recent_tokens_is_one_error_that_says_both_forms(recent: object) -> None:
+    says = "top-k: recent: expected whole tokens from 0 (8), or a share above 0 and below 1 (0.5), got"
+    with pytest.raises(SettingError) as caught:
+        TopK(recent=recent)  # type: ignore[arg-type]
+    assert str(caught.value) == f"{says} {recent!r}"
+
+
 def test_a_budget_under_what_is_protected_is_refused() -> None:
     with pytest.raises(SettingError, match="protects"):
         Policy(name="test", score=KeyNorm(), budget=Budget(tokens=11), select=TopK(sinks=4, recent=8))

@@ -83,6 +83,42 @@ def test_report_counts_what_is_stored(model: PreTrainedModel, name: str) -> None
     assert name in str(run.report)
 
 
+@pytest.mark.parametrize(
+    ("name", "decode", "recorded"),
+    [
+        ("snapkv", None, 0),
+        ("snapkv", {"every": 1}, 32),
+        ("h2o", None, 0),
+        ("h2o", {"every": 1}, 203),
+        ("cake", None, 0),
+    ],
+)
+def test_report_counts_the_queries_that_are_recorded(
+    model: PreTrainedModel, name: str, decode: dict[str, int] | None, recorded: int
+) -> None:
+    policy = kvpolicy.load(name, budget=64, decode=decode)
+    cache = DynamicCache(config=model.config)
+    with policy.on(model) as run:
+        for count in (200, 1, 1, 1):
+            forward(model, tokens(2, count), cache, None)
+            if count == 200:
+                assert (run.report.query_bytes == 0) == (recorded == 0)
+    report = run.report.to_dict()
+    assert report["query_bytes"] == sum(
+        part.untyped_storage().nbytes()
+        for layer in cache.layers
+        if layer.window is not None
+        for part in (layer.window.queries, layer.window.positions)
+    )
+    config = model.config
+    query = config.num_attention_heads * config.head_dim * 4
+    least = config.num_hidden_layers * 2 * recorded * query
+    # At most, what was recorded before and the query of the pass: the copy they are in is cut, not copied again.
+    assert least <= report["query_bytes"] <= config.num_hidden_layers * 2 * (recorded + 1) * (query + 2 * 8)
+    assert ("recorded queries, beside keys and values" in str(run.report)) == (recorded > 0)
+    assert str(run.report.query_bytes) in str(run.report).replace(",", "") or recorded == 0
+
+
 def test_the_first_new_token_sees_the_full_cache(model: PreTrainedModel) -> None:
     ids = tokens(2, 90)
     want = forward(model, ids, DynamicCache(config=model.config), None)

@@ -16,11 +16,14 @@ from views import make_view
 
 import kvpolicy
 from kvpolicy import blocks
+from kvpolicy.combiners.fixed import Fixed
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.policy import Budget, Decode, Policy
 from kvpolicy.scorers.expected_attention import ExpectedAttention
+from kvpolicy.scorers.finch import Finch
 from kvpolicy.scorers.h2o import H2O
 from kvpolicy.scorers.keyformer import Keyformer, _gumbel, _mixed
+from kvpolicy.scorers.leverage import Leverage
 from kvpolicy.scorers.non_causal_attention import NonCausalAttention
 from kvpolicy.scorers.scissorhands import Scissorhands
 from kvpolicy.scorers.tova import TOVA
@@ -69,6 +72,16 @@ def tova(view: LayerView) -> Tensor:
     return each.mean(1, keepdim=True).expand_as(each)
 
 
+def finch(view: LayerView) -> Tensor:
+    """As the press: a query counts as many slots as it sees but for its own."""
+
+    def score(group: list[Tensor]) -> Tensor:
+        counts = group[0].isfinite().sum(-1, keepdim=True) - 1
+        return sum((counts * one.softmax(-1)).sum(0) for one in group) / len(group) / counts.sum()
+
+    return by_head(view, score)
+
+
 def scissorhands(view: LayerView) -> Tensor:
     def score(group: list[Tensor]) -> Tensor:
         even = [1 / one.isfinite().sum(-1, keepdim=True) for one in group]
@@ -103,18 +116,19 @@ def mix(number: Tensor) -> Tensor:
     return number ^ number >> 16
 
 
-def non_causal_attention(view: LayerView, size: int) -> Tensor:
+def non_causal_attention(view: LayerView, size: int, among: Tensor) -> Tensor:
     """As the authors' code runs: the row filled up with zeros, chunk by chunk."""
     scores = blank(view)
     for b, h in heads(view):
-        there = slots(view.valid[b, h])
+        there = slots(among[b, h])
+        asking = [view.query_positions[b].tolist().index(int(view.positions[b, h, t])) for t in there]
         chunks = -(-len(there) // size)
         total = torch.zeros(chunks * size, dtype=torch.float64)
         keys = torch.zeros(chunks * size, view.keys.shape[-1], dtype=torch.float64)
         keys[: len(there)] = view.keys[b, h, there].double()
         for g in range(view.group):
             queries = torch.zeros_like(keys)
-            queries[: len(there)] = view.queries[b, h * view.group + g, view.query_positions[b] >= 0].double()
+            queries[: len(there)] = view.queries[b, h * view.group + g, asking].double()
             for chunk in range(chunks):
                 part = slice(chunk * size, (chunk + 1) * size)
                 total[part] += (queries[part] @ keys[part].T).softmax(-1).sum(0) / view.group
@@ -128,9 +142,10 @@ ZOO: dict[str, tuple[Any, Callable[[LayerView], Tensor]]] = {
     "h2o": (H2O(), lambda view: h2o(view, "sum")),
     "h2o, mean": (H2O(accumulate="mean"), lambda view: h2o(view, "mean")),
     "tova": (TOVA(), tova),
+    "finch": (Finch(window=8), lambda view: finch(last(view, 8))),
     "scissorhands": (Scissorhands(), scissorhands),
-    "non-causal": (NonCausalAttention(), lambda view: non_causal_attention(view, 256)),
-    "non-causal, 16": (NonCausalAttention(chunk_size=16), lambda view: non_causal_attention(view, 16)),
+    "non-causal": (NonCausalAttention(), lambda view: non_causal_attention(view, 256, view.valid)),
+    "non-causal, 16": (NonCausalAttention(chunk_size=16), lambda view: non_causal_attention(view, 16, view.valid)),
     "keyformer": (Keyformer(), lambda view: keyformer(view, 1.0, 0)),
     "keyformer, warm": (Keyformer(tau_init=2.0, seed=2**40 + 7), lambda view: keyformer(view, 2.0, 2**40 + 7)),
 }
@@ -167,7 +182,7 @@ def test_it_keeps_what_its_twin_keeps(
         assert_same(plan[b][h], want[b, h])
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if name != "tova"])
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in ("tova", "finch")])
 def test_no_more_than_a_block_is_held_of_the_attention_of_all_queries(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +305,8 @@ def test_published_settings() -> None:
     """Those of the papers and of their authors' code."""
     assert kvpolicy.load("h2o").score == H2O(accumulate="sum")
     assert kvpolicy.load("h2o").select == TopK(sinks=0, recent=0.5)
+    assert kvpolicy.load("finch").score == Finch(window=32)
+    assert kvpolicy.load("finch").select == TopK(sinks=0, recent=32)
     assert kvpolicy.load("tova").score == TOVA()
     assert kvpolicy.load("tova").select == TopK(sinks=0, recent=0)
     assert kvpolicy.load("tova").decode == Decode(every=1)
@@ -298,6 +315,13 @@ def test_published_settings() -> None:
     assert kvpolicy.load("keyformer").score == Keyformer(tau_init=1.0)
     assert kvpolicy.load("keyformer").select == TopK(sinks=0, recent=0.3)
     assert kvpolicy.load("non-causal-attention").score == NonCausalAttention(chunk_size=256)
+    assert kvpolicy.load("compactor").score == Fixed(
+        inputs=[Leverage(sketch=48, among="candidates"), NonCausalAttention(chunk_size=256, among="candidates")],
+        weights=[0.35, 1.0],
+        normalize="z-score",
+        over="layer",
+    )
+    assert kvpolicy.load("compactor").select == TopK(sinks=8, recent=4)
     assert kvpolicy.load("expected-attention").score == ExpectedAttention(n_future_positions=512, n_sink=4)
     assert kvpolicy.load("expected-attention").select == TopK(sinks=4, recent=0)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 from twins import slots
 from views import make_view
 
+import kvpolicy
 from kvpolicy.budgets.adaptive import AdaptiveHeads
 from kvpolicy.budgets.head_table import HeadTable, HeadTotals
 from kvpolicy.budgets.schedule import ScheduleLayers
@@ -117,14 +120,97 @@ def test_both_together_are_the_allocation_of_headkv() -> None:
         assert all(abs(have - 400 * part) < 1 for have, part in zip(got, parts[layer], strict=True))
 
 
-def test_duo_attention_keeps_all_in_retrieval_heads_and_sinks_and_recent_tokens_in_the_others() -> None:
-    """With a budget of exactly that; the table is of ones and zeros."""
+@pytest.mark.parametrize("spare", [0, 9])
+@pytest.mark.parametrize("scores", [[[1, 0], [0, 1]], [[0.9, 0.1], [0.2, 0.7]]])
+def test_duo_attention_keeps_all_in_retrieval_heads_and_sinks_and_recent_tokens_in_the_others(
+    scores: list[list[float]], spare: int
+) -> None:
+    """With a budget of exactly that, or of more."""
     views = [dataclasses.replace(make_view(layer, slots=50, heads=(4, 2), batch=1), layer=layer) for layer in range(2)]
-    heads = HeadTable(scores=[[1, 0], [0, 1]], beta=1)
-    budget = Budget(tokens=(50 + 12) // 2, heads=heads)
+    budget = Budget(tokens=(50 + 12) // 2 + spare, heads=HeadTable(scores=scores, streaming=0.5))
     plan = Policy(name="duo", score=KeyNorm(), budget=budget, select=TopK(sinks=4, recent=8)).plan(views)
     ends = [0, 1, 2, 3, *range(42, 50)]
     assert plan.tolist() == [[[list(range(50)), ends]], [[ends, list(range(50))]]]
+
+
+@pytest.mark.parametrize("streaming", [0.0, 0.2, 0.45, 1.0])
+@pytest.mark.parametrize("padding", ["none", "left", "ragged"])
+def test_streaming_heads_keep_what_is_protected_and_the_others_share_the_rest(padding: str, streaming: float) -> None:
+    parts = parts_of(TABLE, 1.2)
+    every = sorted((score, layer, head) for layer, row in enumerate(TABLE) for head, score in enumerate(row))
+    streams = {(layer, head) for _, layer, head in every[: round(9 * streaming)]}
+    for layer, tokens in itertools.product(range(3), (7, 13, 30, 200)):
+        view = make_view(layer, slots=50, heads=(6, 3), padding=padding)
+        budget = torch.tensor([tokens, max(tokens // 2, 6), tokens])
+        view = view.decide(view.valid & ~TopK(sinks=2, recent=3).protect(view, budget))
+        view = dataclasses.replace(view, layer=layer)
+        got = HeadTable(scores=TABLE, streaming=streaming)(view, torch.zeros(view.valid.shape), budget).tolist()
+        for b, row in enumerate(got):
+            least = [max(int((view.valid & ~view.candidates)[b, h].sum()), 1) for h in range(3)]
+            held = view.valid[b].sum(-1).tolist()
+            most = [least[h] if (layer, h) in streams else held[h] for h in range(3)]
+            assert row == webster(parts[layer], least, most, min(3 * int(budget[b]), sum(most)))
+
+
+def test_query_heads_that_share_a_kv_head_count_their_mean() -> None:
+    view, nothing, tokens = make_view(heads=(6, 3)), torch.zeros(3, 3, 24), torch.tensor([9, 9, 9])
+    of_queries = [[1.0, 2.0, 0.5, 0.25, 0.0, 1.0]]
+    got, want = (HeadTable(scores=table)(view, nothing, tokens) for table in (of_queries, [[1.5, 0.375, 0.5]]))
+    assert torch.equal(got, want)
+
+
+def test_tables_are_read_from_the_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers outside [0, 1] in a .tsv are what training left of 0 and 1."""
+    (tsv := tmp_path / "heads.tsv").write_text("-9.58e-05\t5.0e-01\n1.000e+00\t1.25e+00\n")
+    trials = {"1-1": [1, 0.5], "0-0": [0, 0], "0-1": [0.25], "1-0": [0.5, 0.25]}  # in no order
+    (js := tmp_path / "heads.json").write_text(json.dumps(trials))
+    for path, scores in ((tsv, [[0, 0.5], [1, 1]]), (js, [[0, 0.25], [0.375, 0.75]])):
+        (file := tmp_path / "mine.yaml").write_text(
+            f"score: key-norm\nbudget:\n  tokens: 64\n  layers: {{type: head-totals, file: {path.name}}}\n"
+            f"  heads: {{type: head-table, file: {path.name}}}\n"
+        )
+        monkeypatch.chdir("/")
+        found = kvpolicy.load(file)
+        assert (found.budget.layers._table, found.budget.heads._table) == (as_table(scores),) * 2
+        assert kvpolicy.load(found.to_dict()) == found
+        view = dataclasses.replace(make_view(heads=(4, 2)), layer=1)
+        given = (view, torch.zeros(view.valid.shape), torch.tensor([9, 9, 9]))
+        assert torch.equal(found.budget.heads(*given), HeadTable(scores=scores)(*given))
+
+
+def as_table(scores: list[list[float]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, scores))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("heads.csv", "1,2", r"each layer, got '.*heads\.csv'"),
+        ("heads.tsv", "", "head of each layer, 0 or more"),
+        ("heads.tsv", "1\tnan", "0 or more"),
+        ("heads.tsv", "1\tmuch", "which cannot be read: ValueError: could not convert"),
+        ("heads.tsv", "1\t1\n1", "expected as many scores in each layer"),
+        ("heads.json", "[1]", "which cannot be read: AttributeError"),
+        ("heads.json", "{}", "which cannot be read: ValueError"),
+        ("heads.json", '{"0-0": [-1]}', "0 or more"),
+        ("heads.json", '{"0-0": []}', "which cannot be read: StatisticsError"),
+        ("heads.json", '{"0-1": [1]}', "which cannot be read: KeyError: '0-0'"),
+    ],
+)
+@pytest.mark.parametrize("cls", [HeadTable, HeadTotals])
+def test_a_file_of_something_else_is_refused(cls: Any, name: str, text: str, says: str, tmp_path: Path) -> None:
+    (path := tmp_path / name).write_text(text)
+    with pytest.raises(SettingError, match=says):
+        cls(file=path)
+
+
+@pytest.mark.parametrize("cls", [HeadTable, HeadTotals])
+def test_a_table_is_given_once(cls: Any, tmp_path: Path) -> None:
+    for given in ({}, {"scores": [[1]], "file": tmp_path / "heads.tsv"}):
+        with pytest.raises(SettingError, match="expected exactly one of 'scores' and 'file'"):
+            cls(**given)
+    with pytest.raises(SettingError, match=r"file: expected a \.tsv .*, found none"):
+        cls(file=tmp_path / "lost.tsv")
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,10 @@ def caote(view: LayerView, importance: Tensor, fast: bool) -> Tensor:
     return scores
 
 
-def leverage(view: LayerView, keys: Tensor, phi: Tensor, ridge: float) -> Tensor:
+def leverage(view: LayerView, keys: Tensor, phi: Tensor, ridge: float, among: Tensor) -> Tensor:
     scores = blank(view)
     for b, h in heads(view):
-        own = slots(view.valid[b, h])
+        own = slots(among[b, h])
         mean = sum(keys[b, h, t].double() for t in own) / len(own)
         rows = torch.stack([(keys[b, h, t].double() - mean) @ phi for t in own])
         inverse = torch.linalg.inv(rows.T @ rows + ridge * torch.eye(len(phi.T), dtype=torch.float64))
@@ -169,10 +169,13 @@ METHODS: dict[str, tuple[Any, Callable[[LayerView], Tensor]]] = {
     "lag-kv": (LagKV(lag=8, sinks=3), lambda view: lag_kv(view, 8, 3, False)),
     "lag-kv, cross": (LagKV(lag=8, sinks=3, cross=True), lambda view: lag_kv(view, 8, 3, True)),
     "lag-kv, long": (LagKV(lag=64), lambda view: lag_kv(view, 64, 4, False)),
-    "leverage": (Leverage(), lambda view: leverage(view, view.pre_rope_keys, sketch_of(Leverage(), view), 1e-2)),
+    "leverage": (
+        Leverage(),
+        lambda view: leverage(view, view.pre_rope_keys, sketch_of(Leverage(), view), 1e-2, view.valid),
+    ),
     "leverage, exact": (
         Leverage(sketch=None, space="post-rope"),
-        lambda view: leverage(view, view.keys, torch.eye(view.keys.shape[-1], dtype=torch.float64), 1e-2),
+        lambda view: leverage(view, view.keys, torch.eye(view.keys.shape[-1], dtype=torch.float64), 1e-2, view.valid),
     ),
     **{
         f"cur-dkv, {kind}": (CurDKV(leverage=kind, window=window), partial(cur_dkv, kind=kind, window=window))

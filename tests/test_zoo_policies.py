@@ -30,6 +30,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 KEPT = 48
 
 FIT: dict[str, dict[str, Any]] = {
+    "compactor": {
+        "score": {
+            "inputs": [
+                {"type": "leverage", "among": "candidates"},
+                {"type": "non-causal-attention", "chunk_size": 32, "among": "candidates"},
+            ]
+        }
+    },
     "critical-kv": {"score": {"first": 8}},
     "lag-kv": {"score": {"lag": 16}},
     "manifold-kv-windowed": {"score": {"window": 32}},
@@ -125,7 +133,11 @@ def test_a_shipped_policy_keeps_what_its_reference_keeps(name: str, case: Case) 
     ("name", "other"),
     [
         ("snapkv", "snapkv-w8"),
+        ("cake", "snapkv"),
+        ("dynamic-kv", "snapkv"),
         ("h2o", "keyformer"),
+        ("compactor", "leverage"),
+        ("finch", "snapkv"),
         ("ada-kv", "snapkv"),
         ("pyramidkv", "snapkv-linear"),
         ("ecokv", "ecokv-values"),

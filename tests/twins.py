@@ -148,19 +148,22 @@ def normalized(values: list[float], how: str) -> list[float]:
     return values
 
 
-def fixed(view: LayerView, inputs: list[Tensor], weights: list[float], how: str) -> Tensor:
+def fixed(view: LayerView, inputs: list[Tensor], weights: list[float], how: str, over: str = "head") -> Tensor:
     scores = blank(view)
-    for b, h in heads(view):
-        counted = slots(view.candidates[b, h])
+    parts = [[place] for place in heads(view)]
+    if over == "layer":
+        parts = [[place for place in heads(view) if place[0] == b] for b in range(len(view.valid))]
+    for part in parts:
+        counted = [(b, h, t) for b, h in part for t in slots(view.candidates[b, h])]
         if not counted:
             continue
-        lists = [[float(one[b, h, t]) for t in counted] for one in inputs]
+        lists = [[float(one[place]) for place in counted] for one in inputs]
         if how == "match-importance":
             scaled = [lists[0]] + [matched(one, lists[0]) for one in lists[1:]]
         else:
             scaled = [normalized(one, how) for one in lists]
-        for i, t in enumerate(counted):
-            scores[b, h, t] = math.fsum(w * one[i] for w, one in zip(weights, scaled, strict=True))
+        for i, place in enumerate(counted):
+            scores[place] = math.fsum(w * one[i] for w, one in zip(weights, scaled, strict=True))
     return scores
 
 

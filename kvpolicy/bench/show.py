@@ -43,7 +43,7 @@ class Table:
         return "\n".join([f"{self.title}:\n", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
-_VERDICT = {True: "met", False: "missed", None: "open"}
+_VERDICT = {True: "met", False: "missed", None: "undecided"}
 
 
 def cell(figure: Figure | None) -> str:
@@ -54,7 +54,7 @@ def cell(figure: Figure | None) -> str:
     >>> cell(Figure("token, of the limit", "snapkv", 4096, 1.02, 1.01, 1.04, target=1.05))
     '1.020 [1.010, 1.040] 1.05 met'
     >>> cell(Figure("token, of the limit", "snapkv", 4096, 1.02, 1.01, 1.09, target=1.05))
-    '1.020 [1.010, 1.090] 1.05 open'
+    '1.020 [1.010, 1.090] 1.05 undecided'
     """
     if figure is None:
         return ""
@@ -83,10 +83,10 @@ def tables(record: Record) -> list[Table]:
 
 
 def summary(record: Record) -> list[str]:
-    """Return how many targets are met and how many are open, then a line for each that is missed."""
+    """Return how many targets are met and how many are undecided, then a line for each that is missed."""
     aimed = [one for one in figures(record) if one.target is not None]
-    met, opened = sum(one.met is True for one in aimed), sum(one.met is None for one in aimed)
-    lines = [f"{met} of {len(aimed)} targets are met" + (f", {opened} open" if opened else "")]
+    met, undecided = sum(one.met is True for one in aimed), sum(one.met is None for one in aimed)
+    lines = [f"{met} of {len(aimed)} targets are met" + (f", {undecided} undecided" if undecided else "")]
     for one in (one for one in aimed if one.met is False):
         where = "" if one.context is None else f", {one.context:,} tokens"
         lines.append(f"missed: {one.what}: {one.way}{where}: {one.value:.3f}, expected at most {one.target:g}")

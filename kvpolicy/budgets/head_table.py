@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import fsum
+from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Le, MinLen
 from einops import rearrange
 from pydantic import BeforeValidator
 from torch import Tensor
 
+from kvpolicy.budgets.head_file import read
 from kvpolicy.budgets.uniform import UniformLayers
 from kvpolicy.errors import SettingError
 from kvpolicy.hookspecs import hookimpl
@@ -48,6 +52,44 @@ def weights(owner: str, scores: Table, beta: float) -> list[list[float]]:
     return [[1 - 1 / beta + score / mean / beta for score in row] for row in scores]
 
 
+def table(owner: str, scores: Table | None, file: Path | None) -> Table:
+    """Return the table that is given, or that in the file that is.
+
+    Raises:
+        SettingError: when neither or both are given, or the file is of another kind.
+    """
+    if (scores is None) == (file is None):
+        found = {"scores": scores, "file": None if file is None else str(file)}
+        raise SettingError(owner, [((), "value_error", "expected exactly one of 'scores' and 'file'", found)])
+    if file is None:
+        return scores  # type: ignore[return-value]
+    try:
+        return read(file)
+    except ValueError as error:
+        raise SettingError(owner, [(("file",), "value_error", str(error), str(file))]) from None
+
+
+def of_kv_heads(scores: Table, kv_heads: int) -> Table:
+    """Return a table with the mean score of the query heads that share a KV head.
+
+    >>> of_kv_heads(((1.0, 0.0, 0.5, 0.5),), 2)
+    ((0.5, 0.5),)
+    """
+    group = len(scores[0]) // kv_heads
+    return tuple(tuple(fmean(row[head * group : (head + 1) * group]) for head in range(kv_heads)) for row in scores)
+
+
+def lowest(scores: Table, share: float) -> set[tuple[int, int]]:
+    """Return the layer and head of the `share` of all scores that are lowest; of equal ones, the first.
+
+    >>> sorted(lowest(((1.0, 0.0), (0.5, 0.5)), 0.5))
+    [(0, 1), (1, 0)]
+    """
+    places = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
+    places.sort(key=lambda place: scores[place[0]][place[1]])
+    return set(places[: round(share * len(places))])
+
+
 def shared_out(parts: list[float], least: Tensor, most: Tensor, total: Tensor, limit: int) -> Tensor:
     """Return whole numbers from `least` to `most`, as near to `parts` as that and their sum allow, int64 ``[B, n]``.
 
@@ -81,8 +123,9 @@ class HeadTotals:
     of whose layers evict.
 
     Args:
-        scores: of every KV head, layer by layer, 0 or more; of several query heads that share one, their mean or
-            largest.
+        scores: of every head, layer by layer, 0 or more.
+        file: a file with them instead, ``.tsv`` of DuoAttention or ``.json`` of HeadKV; in a policy file, a path
+            relative to it.
         beta: how much of the budget follows the scores: ``1/beta`` of it; the rest is the same for all.
 
     >>> share = HeadTotals(scores=[[1, 0], [2, 1]], beta=1)
@@ -95,11 +138,16 @@ class HeadTotals:
     source = "HeadKV, arXiv 2410.19258, section 4.2 and its code"
     formula = "K_l = mean_h K * (1 - 1/beta + S_lh / (beta * mean S))"
     cost = "time O(n L log(n L)), memory O(n L)"
-    scores: Table
+    scores: Table | None = None
+    file: Path | None = None
     beta: Annotated[float, Ge(1)] = 1.2
 
     def __post_init__(self) -> None:
-        weights(self.name, self.scores, self.beta)
+        weights(self.name, self._table, self.beta)
+
+    @cached_property
+    def _table(self) -> Table:
+        return table(self.name, self.scores, self.file)
 
     def __call__(self, tokens: Tensor, available: Tensor, layers: int) -> Tensor:
         """Return int64 ``[B, layers]``, first layer first, each from 1 to `available`.
@@ -112,11 +160,11 @@ class HeadTotals:
         Raises:
             SettingError: when the table has more or fewer layers.
         """
-        if len(self.scores) != layers:
+        if len(self._table) != layers:
             message = f"expected the heads of {layers} layers, as the model has that evict"
-            raise SettingError(self.name, [(("scores",), "value_error", message, len(self.scores))])
+            raise SettingError(self.name, [(("scores",), "value_error", message, len(self._table))])
         even = UniformLayers()(tokens, available, layers)
-        parts = [fsum(row) / len(row) for row in weights(self.name, self.scores, self.beta)]
+        parts = [fsum(row) / len(row) for row in weights(self.name, self._table, self.beta)]
         most = available[:, None].expand(-1, layers)
         return shared_out(parts, even.clamp(max=1), most, even.sum(-1), int(available.max()))
 
@@ -128,23 +176,26 @@ class HeadTable:
     Every head keeps its protected slots, and 1; none more than it has, and what it leaves goes to the others. Shares
     are rounded by Webster's method, so that they always add up, where HeadKV's code rounds each by itself.
 
-    DuoAttention is a table of ones, for retrieval heads, and zeros, for streaming heads, with ``beta: 1``: streaming
-    heads keep their sinks and recent tokens alone, and retrieval heads share all else; that is everything where the
-    budget is as large as both together. In a layer of streaming heads alone, what the budget leaves them goes to all
-    of them alike.
+    With `streaming` it is DuoAttention: streaming heads keep their sinks and recent tokens alone, whatever the budget
+    leaves, and retrieval heads share all else: everything, where the budget has room.
 
     Args:
-        scores: of every KV head, layer by layer, 0 or more; of several query heads that share one, their mean or
-            largest.
+        scores: of every head, layer by layer, 0 or more; of query heads that share a KV head, their mean counts.
+        file: a file with them instead, ``.tsv`` of DuoAttention or ``.json`` of HeadKV; in a policy file, a path
+            relative to it.
         beta: how much of the budget follows the scores: ``1/beta`` of it; the rest is the same for all.
+        streaming: the share of all heads of the model, those of the lowest scores, that keep protected slots alone;
+            without it, none do.
 
-    A retrieval head and a streaming head with 2 protected slots:
+    A head of all the worth, and one with 2 protected slots:
 
     >>> valid = torch.ones(1, 2, 9, dtype=torch.bool)
     >>> view = LayerView(keys=torch.zeros(1, 2, 9, 2), values=torch.zeros(1, 2, 9, 2))
     >>> view = view.decide(torch.arange(9).expand(1, 2, 9) % 8 > 0)
     >>> [HeadTable(scores=[[1, 0]], beta=1)(view, None, torch.tensor([size])).tolist() for size in (5, 6)]
     [[[8, 2]], [[9, 3]]]
+    >>> HeadTable(scores=[[1, 0]], streaming=0.5)(view, None, torch.tensor([6])).tolist()
+    [[9, 2]]
     """
 
     name = "head-table"
@@ -152,14 +203,20 @@ class HeadTable:
     source = "HeadKV, arXiv 2410.19258, section 4.2 and its code; DuoAttention, arXiv 2410.10819"
     formula = "K_h in proportion to 1 - 1/beta + S_lh / (beta * mean S), at least the protected slots"
     cost = "time O(n log n), memory O(n)"
-    scores: Table
+    scores: Table | None = None
+    file: Path | None = None
     beta: Annotated[float, Ge(1)] = 1.2
+    streaming: Annotated[float, Ge(0), Le(1)] | None = None
 
     def __post_init__(self) -> None:
-        weights(self.name, self.scores, self.beta)
+        weights(self.name, self._table, self.beta)
+
+    @cached_property
+    def _table(self) -> Table:
+        return table(self.name, self.scores, self.file)
 
     def __call__(self, view: LayerView, scores: Tensor, tokens: Tensor) -> Tensor:
-        """Return int64 ``[B, Hkv]``; a row's add up to ``Hkv * K``, or to its valid slots if fewer.
+        """Return int64 ``[B, Hkv]``; a row's add up to ``Hkv * K``, or to what its heads may keep if that is less.
 
         Args:
             view: the slots; protected ones are valid and no candidates.
@@ -169,16 +226,22 @@ class HeadTable:
         Raises:
             SettingError: when the table does not have the view's layer and heads, or the heads keep the same slots.
         """
-        fits = view.layer < len(self.scores) and len(self.scores[0]) == view.kv_heads
+        fits = view.layer < len(self._table) and len(self._table[0]) % view.kv_heads == 0
         if not fits or view.shared:
             what = "one whose heads keep slots of their own" if fits else f"layer {view.layer}, {view.kv_heads} heads"
-            size = f"{len(self.scores)} layers, {len(self.scores[0])} heads"
+            size = f"{len(self._table)} layers, {len(self._table[0])} heads"
             raise SettingError(self.name, [(("scores",), "value_error", f"expected a table for {what}", size)])
         held = view.valid.sum(-1)
         least = torch.minimum((held - view.candidates.sum(-1)).clamp(min=1), held)
-        total = torch.minimum(view.kv_heads * tokens, held.sum(-1))
-        parts = weights(self.name, self.scores, self.beta)[view.layer]
-        return shared_out(parts, least, held, total, view.slots)
+        scored = of_kv_heads(self._table, view.kv_heads)
+        most = held
+        if self.streaming is not None:
+            streams = lowest(scored, self.streaming)
+            here = [(view.layer, head) in streams for head in range(view.kv_heads)]
+            most = least.where(torch.tensor(here, device=held.device), held)
+        total = torch.minimum(view.kv_heads * tokens, most.sum(-1))
+        parts = weights(self.name, scored, self.beta)[view.layer]
+        return shared_out(parts, least, most, total, view.slots)
 
 
 @hookimpl

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvpolicy.cli import plugin
+from kvpolicy.cli import calibrate, plugin
 from kvpolicy.cli.analyze import analyze
 from kvpolicy.cli.bench import bench
 from kvpolicy.cli.doctor import doctor
@@ -71,4 +71,5 @@ app.command("eval")(evaluate)
 app.command("report")(report)
 app.command("bench")(bench)
 app.command("tune")(tune)
+app.add_typer(calibrate.app, name="calibrate")
 app.add_typer(plugin.app, name="plugin")

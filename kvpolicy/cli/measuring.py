@@ -21,13 +21,16 @@ Pick = Callable[[Sequence["Cell"]], Sequence["Cell"]]
 
 def measure_here(grid: Grid, spec: BenchSpec, pick: Pick, out: Path) -> tuple[Sequence[Cell], int]:
     """Return the cells, all with a result now, and how many were measured."""
+    from kvpolicy.eval.asked import write_asked
     from kvpolicy.eval.cells import result_path
     from kvpolicy.eval.sweep import sweep_here
     from kvpolicy.eval.tasks.files import from_plain
     from kvpolicy.eval.worker import together
 
     bench = spec.bench()
-    cells = pick(grid.cells(bench))
+    asked = grid.cells(bench)
+    write_asked(asked, out)
+    cells = pick(asked)
     missing = [cell for cell in cells if not result_path(cell, out).exists()]
     counts = (len(bench.examples(from_plain(cell.task), cell.seed)) for cell in missing)
     *starts, total = accumulate(counts, initial=0)
@@ -46,13 +49,16 @@ def measure_elsewhere(
     grid: Grid, spec: BenchSpec, pick: Pick, out: Path, *, engine: Engine, workers: int, options: Mapping[str, Any]
 ) -> tuple[Sequence[Cell], int]:
     """Return the cells, all with a result now, and how many were measured, by workers of an executor."""
+    from kvpolicy.eval.asked import write_asked
     from kvpolicy.eval.cells import result_path
     from kvpolicy.eval.executors import open_executor
     from kvpolicy.eval.sweep import cells_of, sweep
 
     with open_executor(engine, workers, options, out) as executor, progress_bar() as progress:
         bar = progress.add_task(f"starting {engine}", total=None)
-        cells = pick(cells_of(grid, spec, executor))
+        asked = cells_of(grid, spec, executor)
+        write_asked(asked, out)
+        cells = pick(asked)
         progress.update(bar, description="measuring", total=sum(not result_path(cell, out).exists() for cell in cells))
 
         def finished(cell: Cell) -> None:

@@ -24,6 +24,8 @@ class Kind(StrEnum):
     LAYER_BUDGET = "layer-budget"
     HEAD_BUDGET = "head-budget"
     SELECTOR = "selector"
+    EVICTED = "evicted"
+    STORE = "store"
     POLICY = "policy"
 
 

@@ -22,14 +22,14 @@ def report(
     """Show results as tables with 95% intervals, and as a page with plots of score against bytes."""
     from kvpolicy.eval import plots, show
     from kvpolicy.eval.page import page
-    from kvpolicy.eval.results import read_results
+    from kvpolicy.eval.results import read_asked, read_results
     from kvpolicy.eval.table import tables
     from kvpolicy.files import whole
 
     if html is not None:
         plots.require()
     results = read_results(folder)
-    found = tables(results, baseline)
+    found = tables(results, baseline, read_asked(folder))
     if html is not None:
         try:
             with whole(html) as partial:

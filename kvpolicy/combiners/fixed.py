@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import torch
 from annotated_types import MinLen
+from einops import rearrange
 from torch import Tensor
 
 from kvpolicy.errors import SettingError
@@ -17,7 +18,7 @@ from kvpolicy.types import LayerView, Needs
 
 @settings
 class Fixed:
-    """The weighted sum of the inputs, each normalised per head over the candidate slots.
+    """The weighted sum of the inputs, each normalised over the candidate slots, of each head or of all of a layer.
 
     Ways to normalise; a constant input becomes 0 under all but "none":
 
@@ -33,6 +34,8 @@ class Fixed:
         inputs: one score or more.
         weights: one number for each input; without them, all alike, ``1/n``.
         normalize: "min-max", "rank", "z-score", "match-importance" or "none".
+        over: what is normalised at once: each "head", so that all heads weigh their inputs alike; or the "layer", all
+            heads of a row together, so that an input counts most in the heads that it tells most of.
 
     Raises:
         SettingError: when there are not as many weights as inputs.
@@ -48,18 +51,24 @@ class Fixed:
     """
 
     name = "fixed"
-    source = "kvpolicy; match-importance: MixKV, arXiv 2510.20707"
+    source = "kvpolicy; match-importance: MixKV, arXiv 2510.20707; z-score over a layer: Compactor, arXiv 2507.08143"
     formula = "sum_m w_m * normalize(s_m)"
     cost = "time O(n), memory O(n), for each input; by rank, time O(n log n)"
     needs = Needs()
     inputs: Annotated[Scores, MinLen(1)]
     weights: Numbers | None = None
     normalize: Literal["min-max", "rank", "z-score", "match-importance", "none"] = "min-max"
+    over: Literal["head", "layer"] = "head"
 
     def __post_init__(self) -> None:
         if self.weights is not None and len(self.weights) != len(self.inputs):
             message = f"expected one weight for each of {len(self.inputs)} inputs"
             raise SettingError(self.name, [(("weights",), "value_error", message, list(self.weights))])
+
+    @property
+    def across_heads(self) -> bool:
+        """Whether a head's scores depend on those of other heads."""
+        return self.over == "layer"
 
     def __call__(self, view: LayerView, *, inputs: list[Tensor]) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, higher means keep where every weight is positive.
@@ -69,10 +78,13 @@ class Fixed:
             inputs: float32 ``[B, Hkv, T]`` each.
         """
         weights = self.weights or (1 / len(inputs),) * len(inputs)
+        mask = view.candidates
+        if self.over == "layer":
+            inputs, mask = [_as_one_head(scores) for scores in inputs], _as_one_head(mask)
         total = torch.zeros_like(inputs[0])
-        for weight, scores in zip(weights, self._normalized(inputs, view.candidates), strict=True):
+        for weight, scores in zip(weights, self._normalized(inputs, mask), strict=True):
             total = total + weight * scores
-        return total
+        return total.view(view.candidates.shape)
 
     def _normalized(self, inputs: list[Tensor], mask: Tensor) -> list[Tensor]:
         if self.normalize == "none":
@@ -82,6 +94,10 @@ class Fixed:
             return [inputs[0], *(match_mean(min_max(scores, mask), reference, mask) for scores in inputs[1:])]
         one = {"min-max": min_max, "rank": _rank, "z-score": _z_score}[self.normalize]
         return [one(scores, mask) for scores in inputs]
+
+
+def _as_one_head(slots: Tensor) -> Tensor:
+    return rearrange(slots, "b h t -> b 1 (h t)")
 
 
 def _rank(scores: Tensor, mask: Tensor) -> Tensor:

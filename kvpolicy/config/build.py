@@ -5,11 +5,13 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
 from kvpolicy.config.source import Item, Place, fault, show
 from kvpolicy.contract import WHAT
 from kvpolicy.errors import NOTHING, PolicyError, PolicyFileError, SettingError, nearest
+from kvpolicy.fields import mentions
 from kvpolicy.plugin import child_fields
 from kvpolicy.policy import Budget, Decode, Policy
 from kvpolicy.registry import registry
@@ -87,11 +89,20 @@ def make(cls: type[T], item: Item, path: Path, builders: Mapping[str, Builder]) 
     """
     settings: dict[str, Any] = {}
     for name, part in item.value.items():
-        settings[name] = builders[name](part, (*path, name)) if name in builders else part.plain
+        settings[name] = builders[name](part, (*path, name)) if name in builders else _given(cls, name, part)
     try:
         return cls(**settings)
     except SettingError as error:
         raise _located(error, item, path) from None
+
+
+def _given(cls: type, name: str, item: Item) -> object:
+    """Return the value of a setting; a path that a file gives is relative to that file."""
+    field = cls.__pydantic_fields__.get(name)  # type: ignore[attr-defined]
+    names_a_file = field is not None and mentions(field.annotation, (FilePath,))
+    if names_a_file and item.place.file and isinstance(item.value, str):
+        return str(FilePath(item.place.source).parent / item.value)
+    return item.plain
 
 
 def _located(error: SettingError, item: Item, path: Path) -> PolicyFileError:

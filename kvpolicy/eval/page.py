@@ -28,7 +28,7 @@ def page(tables: Sequence[Table], results: Sequence[Result], baseline: str | Non
     """Return the page.
 
     Args:
-        tables: of the results.
+        tables: of the results, and of what was asked for.
         results: whose policies and versions it lists.
         baseline: from which differences are given.
     """
@@ -36,7 +36,8 @@ def page(tables: Sequence[Table], results: Sequence[Result], baseline: str | Non
     for table in tables:
         parts += [f"<h2>{escape(table.title)}</h2>", f"<p>{escape(table.about)}</p>"]
         parts += [f"<p>Note: {escape(note)}.</p>" for note in notes(table)]
-        parts += [picture(pareto(table), f"{table.title}: score against bytes"), _rows(table, baseline)]
+        if table.rows:
+            parts += [picture(pareto(table), f"{table.title}: score against bytes"), _rows(table, baseline)]
     parts += ["<h2>To repeat it</h2>", *_provenance(results)]
     return document("kvpolicy results", "\n".join(["<h1>kvpolicy results</h1>", *parts]), STYLE)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import rich.console
 import rich.table
 
+from kvpolicy.eval.gaps import Gap
 from kvpolicy.eval.statistics import LEAST, Interval
 from kvpolicy.eval.table import Row, Table
 
@@ -65,36 +67,41 @@ def span(found: Interval, *, signed: bool = False) -> str:
 def notes(table: Table) -> list[str]:
     """Return what a reader of the table has to know: of how little it is, what it lacks, what the model cannot do."""
     found = []
-    fewest = min(row.examples for row in table.rows)
+    fewest = min((row.examples for row in table.rows), default=LEAST)
     if fewest < LEAST:
         found.append(f"{fewest} examples: intervals of fewer than {LEAST} are too narrow to say anything")
-    score, more = next(iter(table.scores.items()))
-    if more and any(row.budget is None and row.scores[score].mean == 0 for row in table.rows):
-        found.append(f"{score} is 0 with the full cache: the model cannot do this task, which says nothing of policies")
-    if table.gaps:
-        found.append(f"not in the folder, of what its policies and budgets make: {_gaps(table)}")
+    for score, more in [*table.scores.items()][:1]:
+        if more and any(row.budget is None and row.scores[score].mean == 0 for row in table.rows):
+            says = "the model cannot do this task, which says nothing of policies"
+            found.append(f"{score} is 0 with the full cache: {says}")
+    if table.gaps is None:
+        found.append("the folder does not say what was asked for: what is missing is not known")
+    elif table.gaps:
+        found.append(f"asked for, and not in the folder: {_gaps(table.gaps)}")
     return found
 
 
-def _gaps(table: Table) -> str:
-    """Return what a table lacks in words, a policy with its budgets after the other."""
+def _gaps(gaps: Sequence[Gap]) -> str:
+    """Return gaps in words, a policy with its budgets after the other."""
     by_policy: dict[str, list[str]] = {}
-    for gap in table.gaps:
+    for gap in gaps:
         size = f" at {budget(gap.budget)}" if gap.budget is not None else ""
         seeds = f" (seed {', '.join(map(str, gap.seeds))})" if gap.seeds else ""
         by_policy.setdefault(gap.policy, []).append(size + seeds)
     return "; ".join(f"{policy}{','.join(sizes)}" for policy, sizes in by_policy.items())
 
 
-def terminal(table: Table, baseline: str | None, width: int) -> list[rich.table.Table]:
-    """Return a table for a terminal so many columns wide.
+def terminal(table: Table, baseline: str | None, width: int) -> Sequence[rich.console.RenderableType]:
+    """Return a table for a terminal so many columns wide; its title alone where nothing is there yet.
 
     Where that is too narrow, headings and names of policies are broken between words; where it is still, there is one
     for each score, without examples and megabytes, intervals below their means.
     """
+    title = f"{table.title}: {table.about}"
+    if not table.rows:
+        return [title]
     rows = [cells(row, list(table.scores), baseline) for row in table.rows]
     columns = dict(zip(headings(table, baseline), map(list, zip(*rows, strict=True)), strict=True))
-    title = f"{table.title}: {table.about}"
     if _frame(columns) + sum(_widths(columns, str.splitlines)) <= width:
         return [_drawn(title, columns)]
     if _frame(columns) + sum(_widths(columns, str.split)) <= width:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpolicy.errors import nearest
+from kvpolicy.eval.asked import PREFIX
 from kvpolicy.eval.cells import Cell, ResultError, digest
 from kvpolicy.eval.gaps import Gap, gaps
 from kvpolicy.eval.results import Result
@@ -51,9 +52,9 @@ class Table:
         model: its name.
         task: its kind as ``task``, and its settings.
         mode: whether the question is in view when policies decide.
-        scores: what is measured, by name, and whether more is better.
-        rows: by budget, the largest first; of one budget, the best first.
-        gaps: what is not there, though results of the same model suggest it.
+        scores: what is measured, by name, and whether more is better; none where nothing is there yet.
+        rows: by budget, the largest first; of one budget, the best first; none where nothing is there yet.
+        gaps: what was asked for and is not there; None where nothing says what was asked for.
     """
 
     model: str
@@ -61,7 +62,7 @@ class Table:
     mode: str
     scores: dict[str, bool]
     rows: list[Row]
-    gaps: list[Gap]
+    gaps: list[Gap] | None
 
     @property
     def title(self) -> str:
@@ -75,12 +76,13 @@ class Table:
         return ", ".join([f"model {self.model}", *settings])
 
 
-def tables(results: Sequence[Result], baseline: str | None = None) -> list[Table]:
-    """Return the tables of results.
+def tables(results: Sequence[Result], baseline: str | None = None, asked: Sequence[Cell] = ()) -> list[Table]:
+    """Return the tables of results, and of what was asked for.
 
     Args:
         results: as `read_results` returns them.
         baseline: name of a policy from which the differences of others are given, each at the same budget.
+        asked: for what the folder was asked, as `read_asked` returns it.
 
     Raises:
         ResultError: when no result is of the baseline, or results of one task are of different texts.
@@ -89,52 +91,63 @@ def tables(results: Sequence[Result], baseline: str | None = None) -> list[Table
         known = {result.cell.policy["name"] for result in results}
         if baseline not in known:
             raise ResultError(f"expected a baseline among the results, got {baseline!r}.{nearest(baseline, known)}")
-    groups: dict[str, list[Result]] = {}
-    of_model: dict[tuple[str, str], list[Cell]] = {}
-    for result in results:
-        cell = result.cell
+    there = {result.cell.name: result for result in results}
+    wanted = {cell.name: cell for cell in asked}
+    groups: dict[str, list[Cell]] = {}
+    for cell in {**{name: result.cell for name, result in there.items()}, **wanted}.values():
         key = json.dumps([cell.model, cell.weights, cell.task], sort_keys=True)
-        groups.setdefault(key, []).append(result)
-        of_model.setdefault((cell.model, cell.weights), []).append(cell)
+        groups.setdefault(key, []).append(cell)
     found = []
     for _, group in sorted(groups.items()):
-        _check_texts(group)
-        every = of_model[group[0].cell.model, group[0].cell.weights]
-        modes = sorted({result.cell.mode for result in group} - {"either"}) or ["either"]
+        _check_texts(group, there)
+        modes = sorted({cell.mode for cell in group} - {"either"}) or ["either"]
         for mode in modes:
-            of_mode = [one for one in group if one.cell.mode in (mode, "either")]
-            lacking = gaps([one.cell for one in of_mode], every)
-            found.append(_table(mode, of_mode, lacking, baseline))
+            of_mode = [cell for cell in group if cell.mode in (mode, "either")]
+            table = _table(mode, of_mode, there, baseline)
+            is_asked = any(cell.mode == mode and cell.name in wanted for cell in of_mode)
+            found.append(table if is_asked else replace(table, gaps=None))
     return found
 
 
-def _check_texts(group: Iterable[Result]) -> None:
-    made: dict[int, Result] = {}
-    for result in group:
-        other = made.setdefault(result.cell.seed, result).cell
-        if other.examples != result.cell.examples:
+def _check_texts(group: Iterable[Cell], there: Container[str]) -> None:
+    made: dict[int, Cell] = {}
+    for cell in group:
+        other = made.setdefault(cell.seed, cell)
+        if other.examples != cell.examples:
+            which = [f"{one.name}{'' if one.name in there else ' (asked for)'}" for one in (other, cell)]
+            unasked = (
+                "" if all(one.name in there for one in (other, cell)) else f", or remove the {PREFIX}*.jsonl of one"
+            )
             raise ResultError(
-                f"results {other.name} and {result.cell.name}: expected the same examples of {other.task['task']}, got "
-                "those of two texts, tokenizers or releases of Python: keep each in a folder of its own"
+                f"results {' and '.join(which)}: expected the same examples of {other.task['task']}, got those of two "
+                f"texts, tokenizers or releases of Python: keep each in a folder of its own{unasked}"
             )
 
 
-def _table(mode: str, results: Sequence[Result], lacking: list[Gap], baseline: str | None) -> Table:
+def _table(mode: str, cells: Sequence[Cell], there: Mapping[str, Result], baseline: str | None) -> Table:
     """Return the table of one task in one mode; several seeds of a policy are examples of one row."""
-    by_policy: dict[str, list[Result]] = {}
-    for result in results:
-        by_policy.setdefault(digest(result.cell.policy), []).append(result)
-    groups = list(by_policy.values())
-    scores: dict[str, bool] = results[0].header["scores"]
+    by_policy: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_policy.setdefault(digest(cell.policy), []).append(cell)
+    named = list(zip(_names(by_policy.values()), by_policy.values(), strict=True))
+    table = Table(cells[0].model, cells[0].task, mode, {}, [], list(gaps(named, there)))
+    measured = [(name, [there[cell.name] for cell in group if cell.name in there]) for name, group in named]
+    groups = [(name, group) for name, group in measured if group]
+    return _filled(table, groups, baseline) if groups else table
+
+
+def _filled(table: Table, groups: Sequence[tuple[str, Sequence[Result]]], baseline: str | None) -> Table:
+    """Return a table with its scores and rows, one for each policy at each budget that has results."""
+    scores: dict[str, bool] = groups[0][1][0].header["scores"]
     reference = {
-        group[0].cell.budget: _by_example(group, scores) for group in groups if group[0].cell.policy["name"] == baseline
+        group[0].cell.budget: _by_example(group, scores)
+        for _, group in groups
+        if group[0].cell.policy["name"] == baseline
     }
-    names = _names(groups)
-    rows = [_row(name, group, scores, reference) for name, group in zip(names, groups, strict=True)]
+    rows = [_row(name, group, scores, reference) for name, group in groups]
     first, more = next(iter(scores.items()))
     rows.sort(key=lambda row: (-_size(row.budget), row.scores[first].mean * (-1 if more else 1), row.policy))
-    cell = results[0].cell
-    return Table(cell.model, cell.task, mode, scores, _with_front(rows, first, more), lacking)
+    return replace(table, scores=scores, rows=_with_front(rows, first, more))
 
 
 def _row(
@@ -171,9 +184,9 @@ def _by_example(group: Iterable[Result], scores: Iterable[str]) -> dict[str, Sco
     }
 
 
-def _names(groups: Sequence[Sequence[Result]]) -> list[str]:
+def _names(groups: Iterable[Sequence[Cell]]) -> list[str]:
     """Return what each policy is called: its name, and where two at one budget share it, a part of its hash."""
-    cells = [group[0].cell for group in groups]
+    cells = [group[0] for group in groups]
     called = [(cell.policy["name"], cell.budget) for cell in cells]
     return [
         name if called.count((name, budget)) == 1 else f"{name} #{digest(cell.policy)[:4]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
@@ -22,7 +22,7 @@ _BLOCK = 256
 class Leverage:
     """The approximate leverage of a slot's key among all the head's keys: outliers, whatever their direction.
 
-    Keys, centred over the valid slots, are sketched by a Gaussian matrix; one for all heads of a layer, where the
+    Keys, centred over the slots compared, are sketched by a Gaussian matrix; one for all heads of a layer, where the
     authors' code draws one for each. A small ridge stands in for what they span no more. Memory is that of the sketch,
     a block of slots at a time, in float64.
 
@@ -31,6 +31,7 @@ class Leverage:
         space: keys before RoPE ("pre-rope", as the authors), or after it ("post-rope").
         ridge: added to the diagonal.
         seed: of the Gaussian matrix: another seed, other numbers.
+        among: which slots are compared: all that are "valid", or the "candidates" alone, as Compactor's blend does.
 
     Squares along the first axis add up to 9 + 9 + 36 + 36 = 90, along the second to 25 + 25 = 50:
 
@@ -49,6 +50,7 @@ class Leverage:
     space: Space = "pre-rope"
     ridge: Annotated[float, Gt(0)] = 1e-2
     seed: Annotated[int, Ge(0), Lt(2**47)] = 0
+    among: Literal["valid", "candidates"] = "valid"
 
     @property
     def needs(self) -> Needs:
@@ -68,10 +70,11 @@ class Leverage:
         """Return the centred, sketched keys, a block of slots at a time, float64 ``[B, Hkv, n, sketch]``."""
         keys = vectors(view, "keys", self.space)
         # Divided first, as the sum of large numbers could overflow.
-        mean = centroid(keys.float() / view.slots, view.valid) * view.slots
+        compared = view.valid if self.among == "valid" else view.candidates
+        mean = centroid(keys.float() / view.slots, compared) * view.slots
         phi = self._phi(keys.shape[-1], view.layer).to(keys.device)
         for start in range(0, view.slots, _BLOCK):
-            there = view.valid[:, :, start : start + _BLOCK, None]
+            there = compared[:, :, start : start + _BLOCK, None]
             part = keys[:, :, start : start + _BLOCK].double() - mean.double()
             yield part.where(there, 0) @ phi
 

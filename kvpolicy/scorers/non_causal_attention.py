@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
@@ -22,14 +22,16 @@ from kvpolicy.wrap import by_row
 class NonCausalAttention:
     """The attention that a slot gets from all queries of its chunk, times the length of its value, pooled over three.
 
-    Chunks are of `chunk_size` valid slots; the query of a slot is that of its token, so slots are best scored before
-    any is evicted. Every query of the prompt is recorded, which takes as much memory as the keys of all query heads;
-    time grows with the prompt alone. As in the authors' code, logits are not scaled, and the last chunk is filled up
-    with queries and keys of zeros that take part. The code's z-scores, of a layer as a whole, are left out: they change
-    no order in it.
+    Chunks are of `chunk_size` slots, padding left out; the query of a slot is that of its token, so slots are best
+    scored before any is evicted. Every query of the prompt is recorded, which takes as much memory as the keys of all
+    query heads; time grows with the prompt alone. As in the authors' code, logits are not scaled, and the last chunk is
+    filled up with queries and keys of zeros that take part. The code's z-scores, of a layer as a whole, are left out:
+    they change no order in it, and in a blend `fixed` has them (``normalize: z-score, over: layer``).
 
     Args:
         chunk_size: slots of a chunk.
+        among: which slots are put into chunks: all that are "valid", or the "candidates" alone, as Compactor's blend
+            does.
 
     Keys alike, values of length 1: each of four slots gets 1, and a pool of three counts one zero at either end.
 
@@ -46,10 +48,12 @@ class NonCausalAttention:
     cost = "time O(n C G D), memory O(n G D + C^2 G)"
     needs = Needs(queries=ALL, keys=True, values=True)
     chunk_size: Annotated[int, Ge(1)] = 256
+    among: Literal["valid", "candidates"] = "valid"
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, 0 or more, in the unit of the values, higher means more attended to."""
-        return by_row(view, self._score, reader=f"scorer '{self.name}'")
+        among = view.valid if self.among == "valid" else view.candidates
+        return by_row(view, self._score, reader=f"scorer '{self.name}'", among=among)
 
     def _score(self, row: LayerView) -> Tensor:
         keys = row.keys[0].float().clamp(-LIMIT, LIMIT)

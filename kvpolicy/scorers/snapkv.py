@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import torch
 from annotated_types import Ge
 from pydantic import AfterValidator
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvpolicy.attention import window_attention
+from kvpolicy.attention import pooled, window_attention
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.plugin import settings
 from kvpolicy.types import LayerView, Needs
 
 
-def _odd(kernel: int) -> int:
+def odd(kernel: int) -> int:
+    """Return `kernel`, if it is odd."""
     if kernel % 2 == 0:
         raise ValueError("expected an odd number, so that a slot is the middle of its own pool")
     return kernel
@@ -39,6 +38,7 @@ class SnapKV:
 
     One query, alike for all four keys: attention 1/4 each, and a pool of 3 counts one zero at either end.
 
+    >>> import torch
     >>> keys = torch.zeros(1, 1, 4, 2)
     >>> view = LayerView(keys=keys, values=keys, queries=torch.ones(1, 1, 1, 2))
     >>> SnapKV(window=1, kernel=1)(view).tolist()
@@ -53,7 +53,7 @@ class SnapKV:
     formula = "mean_g pool(mean_w softmax(q_w . k * scaling))"
     cost = "time O(n W G D + n log n), memory O(n D + n W G + W G D)"
     window: Annotated[int, Ge(1)] = 32
-    kernel: Annotated[int, Ge(1), AfterValidator(_odd)] = 5
+    kernel: Annotated[int, Ge(1), AfterValidator(odd)] = 5
     pooling: Literal["avg", "max"] = "avg"
 
     @property
@@ -63,15 +63,7 @@ class SnapKV:
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, in [0, 1], higher means more attended to."""
-        attention = window_attention(view).where(view.candidates[:, :, None], 0)
-        # Slots that are no slots are no neighbours either: padding between two turns goes to the end first.
-        order = (~view.valid).int().argsort(dim=-1, stable=True)[:, :, None].expand_as(attention)
-        pool = avg_pool1d if self.pooling == "avg" else max_pool1d
-        pooled: Tensor = pool(
-            attention.gather(-1, order).flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2
-        )
-        pooled = torch.empty_like(attention).scatter_(-1, order, pooled.view(attention.shape))
-        return pooled.mean(2)
+        return pooled(window_attention(view), view, self.kernel, self.pooling)
 
 
 @hookimpl

@@ -31,6 +31,7 @@ class TOVA:
     formula = "mean_h softmax(q_last . k * scaling), h over all query heads"
     cost = "time O(n G D), memory O(n D + n G + G D)"
     needs = Needs(queries=1, keys=True)
+    across_heads = True
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, in [0, 1], higher means more attended to."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt, Lt
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from torch import Tensor
 
 from kvpolicy.hookspecs import hookimpl
@@ -13,6 +14,18 @@ from kvpolicy.maths import ranks
 from kvpolicy.plugin import settings
 from kvpolicy.selectors.ends import ends
 from kvpolicy.types import LayerView, Selection
+
+
+def _tokens_or_share(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    """Return what `check` makes of a value; of one that is neither, one error that names both."""
+    try:
+        return check(value)
+    except ValidationError:
+        raise ValueError("expected whole tokens from 0 (8), or a share above 0 and below 1 (0.5)") from None
+
+
+Recent = Annotated[Annotated[int, Ge(0)] | Annotated[float, Gt(0), Lt(1)], WrapValidator(_tokens_or_share)]
+"""How many of the last tokens are protected: whole tokens, or a share."""
 
 
 @settings
@@ -38,7 +51,7 @@ class TopK:
     formula = "sinks + recent + the highest scores, K_h slots a head"
     cost = "time O(n log n), memory O(n)"
     sinks: Annotated[int, Ge(0)] = 4
-    recent: Annotated[int, Ge(0)] | Annotated[float, Gt(0), Lt(1)] = 8
+    recent: Recent = 8
 
     @property
     def protects(self) -> int:

@@ -66,6 +66,8 @@ class Session(Bound):
         self.report = Report(policy.name)
         self._inactive = inactive
         self._decoders = find_decoders(model)
+        for decoder in self._decoders:
+            policy.check_model(decoder.config)
         self.peers = head_group(self._decoders[0])
         self._watch = Watch(model, policy, self._swap)
         self._modality = ModalityWatch(model) if policy.needs.modality else None

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvpolicy.capture import visible_columns
 from kvpolicy.report import LayerRecord
+from kvpolicy.session.waiting import Waiting
 from kvpolicy.session.when import Prompt
 from kvpolicy.step import Left
 from kvpolicy.store.layer import EvictingLayer
-from kvpolicy.types import Merged, Selection
 
 
 @dataclass
@@ -31,6 +30,7 @@ class Pass:
         left: by layer, what is left of the slots, where the pass goes on after it evicts.
         pending: layers that have cached its tokens and not yet attended to them.
         reached: layers that have attended.
+        waiting: layers that may have to evict again, once later ones have been read.
     """
 
     mask: Any
@@ -43,6 +43,7 @@ class Pass:
     left: dict[int, Left] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
+    waiting: list[Waiting] = field(default_factory=list)
     _visible: tuple[Tensor | None] | None = None
 
     def visible(self, seen: int) -> Tensor | None:
@@ -57,26 +58,6 @@ class Pass:
         self._visible = (visible if visible is None else visible[rows.to(visible.device)],)
 
 
-def left_of(
-    stored: tuple[Tensor, Tensor, Tensor | None], selection: Selection, tail: int, merged: Merged | None
-) -> Left:
-    """Return what an eviction leaves of the slots that its pass has stored.
-
-    Args:
-        stored: keys, values and positions.
-        selection: the slots that are kept, the last `tail` not counted.
-        tail: how many of the newest stay besides.
-        merged: what the selected slots hold from now on; None for what they hold.
-    """
-    keys, values, _ = stored
-    kept = selection.to_mask(keys.shape[2] - tail)
-    every = torch.cat([kept, kept.new_ones(*kept.shape[:2], tail)], dim=-1)
-    if merged is None:
-        return Left(every)
-    at = kept.nonzero(as_tuple=True)
-    return Left(every, keys.index_put(at, merged.keys), values.index_put(at, merged.values))
-
-
 def record(layer: EvictingLayer) -> LayerRecord:
     """Return what a layer holds, read from its store."""
     if layer.store is None:
@@ -84,4 +65,5 @@ def record(layer: EvictingLayer) -> LayerRecord:
     stored, index = layer.store.nbytes
     heads = sum(len(row) for row in layer.kept)
     full = heads * layer.seen * layer.slot_bytes
-    return LayerRecord(layer.index, layer.seen, layer.kept, stored, index, full, derived=bool(layer.shared))
+    queries = 0 if layer.window is None else layer.window.nbytes
+    return LayerRecord(layer.index, layer.seen, layer.kept, stored, index, full, queries, derived=bool(layer.shared))

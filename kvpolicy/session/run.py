@@ -17,12 +17,15 @@ from kvpolicy.policy import Policy
 from kvpolicy.report import LayerRecord, Report
 from kvpolicy.session.calls import CallWatch
 from kvpolicy.session.facts import BeforeRope, Facts
+from kvpolicy.session.keep import Scored, keep
 from kvpolicy.session.layers import evicting_layers, lengths
 from kvpolicy.session.parallel import HeadGroup
-from kvpolicy.session.passes import Pass, left_of, record
+from kvpolicy.session.passes import Pass, record
+from kvpolicy.session.waiting import Waiting
 from kvpolicy.session.when import Prompt, eviction_point, reads, unread
 from kvpolicy.step import Attended, Left, forget
 from kvpolicy.store.layer import EvictingLayer
+from kvpolicy.store.settings import Plain
 from kvpolicy.store.state import State
 from kvpolicy.types import LayerView
 from kvpolicy.window import extend
@@ -80,6 +83,8 @@ class CacheRun:
         self._ended: int | None = None
         # How many tokens of each row were padding at the last eviction, int64 [B]; None where none were.
         self._hidden: Tensor | None = None
+        # What the prompt has said of each layer, float32 [B, layers, Hkv, n], where layers share their slots out.
+        self._notes: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> CacheRun:
         if self._read is not None:
@@ -88,6 +93,7 @@ class CacheRun:
         copied = CacheRun(self.policy, list(self._depth), self.owner, self._before_rope, self._calls)
         copied._facts = self._facts
         copied._hidden = self._hidden
+        copied._notes = self._notes
         copied.report.left_alone = self.report.left_alone
         copied.report.layers = dict(self.report.layers)
         copied.report.query_aware = self.report.query_aware
@@ -119,21 +125,25 @@ class CacheRun:
         Raises:
             ContextError: when a file cannot hold it.
         """
-        hidden = {} if self._hidden is None else {"hidden": self._hidden}
+        known = {} if self._hidden is None else {"hidden": self._hidden}
         if self.policy.decode is None or self.policy.trivial:
-            return State(hidden, {})
+            return State(known, {})
+        if self._notes is not None:
+            known["notes"] = self._notes
         if self.policy.needs.pre_rope:
             raise ContextError(
                 f"policy '{self.policy.name}' evicts while decoding, by keys before RoPE: expected a policy without "
                 "`decode` or without `space: pre-rope`, as a file cannot hold how the keys were rotated"
             )
-        modality = self._facts.modality
-        return State(hidden if modality is None else {**hidden, "modality": modality}, {})
+        if self._facts.modality is not None:
+            known["modality"] = self._facts.modality
+        return State(known, {})
 
     def restore(self, state: State, cache: Cache) -> None:
         """Take what the run of another cache knew, and record what `cache` holds."""
         self._facts = Facts(modality=state.tensors.get("modality"))
         self._hidden = state.tensors.get("hidden")
+        self._notes = state.tensors.get("notes")
         self.report.layers = {layer.index: record(layer) for layer in evicting_layers(cache)}
 
     def begin(self, cache: Cache, mask: Any, prompt: Prompt, modality: Tensor | None) -> None:
@@ -283,7 +293,7 @@ class CacheRun:
         before_rope = self._before_rope if policy.needs.pre_rope else None
         other = CacheRun(policy, list(self._depth), owner, before_rope)
         other._facts = self._facts if policy.needs.modality else replace(self._facts, modality=None)
-        other._read = replace(self._read)
+        other._read = replace(self._read, waiting=[])
         other.report.left_alone = self.report.left_alone
         return other
 
@@ -291,44 +301,98 @@ class CacheRun:
         later = self.policy.decode is not None or unread(now.prompt, layer.seen)
         if not self._window or (now.point is None and not later):
             return
+        start = layer.seen - (now.new or 0)
+        # Under a plain mask, what is padding was there before the last eviction: none of it is of this pass.
+        if self.plain and layer.window is not None and query.shape[2] == 1:
+            layer.window = layer.window.followed_by(query, start, self._window)
+            return
         with _apart(query.device), self.report.stopwatch.time("capture", query.device):
-            # Under a plain mask, what is padding was there before the last eviction: none of it is of this pass.
             visible = None if self.plain else now.visible(layer.seen)
-            start = layer.seen - (now.new or 0)
             layer.window = extend(layer.window, query, visible, start, self._window)
 
     def _evict(self, layer: EvictingLayer, now: Pass, point: int, attended: Attended | None) -> None:
         derived = None if attended is None else attended.derived
         policy, time = self.policy, self.report.stopwatch.time
-        tail = layer.seen - point
         stored = layer.padded()
         device = stored[0].device
         with time("capture", device):
+            layer.window = None if layer.window is None else layer.window.whole()
             visible = now.visible(layer.seen)
             view = self._view(layer, stored, visible, point, derived)
             if self._calls is not None and attended is not None:
                 view = replace(view, call=self._calls.of(attended.module, read=layer.seen, end=point))
             if now.budgets is None:
-                now.budgets = policy.layer_slots(view.seen, len(self._depth))
+                now.budgets = self._budgets(view, now)
                 self._hidden = None if visible is None else ~visible[:, :point]
             tokens = now.budgets[:, self._depth[layer.index]].to(device)
             grace = policy.decode.grace if policy.decode is not None and now.decoding else 0
             view = policy.protect(view, tokens, grace=grace)
+        sharing = policy.across_layers and not self._knows_shares(now)
         with time("score", device):
-            peers = self.owner.peers if policy.across_heads or view.shared else None
+            peers = self.owner.peers if policy.across_heads or sharing or view.shared else None
             peers = None if peers is None else peers.of(view)
             scores, importance = policy.scores(view, peers=peers)
-        with time("select", device):
-            selection = policy.choose(view, scores, importance, tokens, peers=peers)
-        with time("store", device):
-            merged = policy.merge(view, selection, layer.memory)
-            if tail:
-                now.left[layer.index] = left_of(stored, selection, tail, merged)
-            if derived is not None:
-                selection = selection.of_heads(stored[0].shape[1])
-            layer.evict(stored, selection, tail, policy.store, merged)
+        scored = Scored(scores, importance, view.candidates)
+        if sharing:
+            if derived is not None or layer.seen > point:
+                self._refuse_sharing(layer, derived)
+            now.waiting.append(Waiting(layer, policy.note(view, scores, peers), scored))
+            self._share(now, view, point, peers)
+            return
+        left = keep(policy, layer, stored, view, scored, tokens, policy.store, peers, time)
+        if layer.seen > point:
+            now.left[layer.index] = left.of(stored)
         if policy.decode is None and not unread(now.prompt, layer.seen):
             layer.window = None
+
+    def _budgets(self, view: LayerView, now: Pass) -> Tensor:
+        """Return the budgets that the layers of a pass begin with, int64 ``[B, layers]``."""
+        layers = len(self._depth)
+        budgets = self.policy.layer_slots(view.seen, layers)
+        if self._notes is None or not self._knows_shares(now):
+            return budgets
+        protecting = self.policy.protect(view, budgets[:, self._depth[view.layer]].to(view.seen.device))
+        return self.policy.shared_slots(self._notes.unbind(1), protecting, layers)
+
+    def _knows_shares(self, now: Pass) -> bool:
+        """Return whether the prompt has said already how much each layer keeps."""
+        return now.decoding and self._notes is not None
+
+    def _refuse_sharing(self, layer: EvictingLayer, derived: object) -> NoReturn:
+        why = (
+            "tokens that follow the prompt in the same pass would see what is evicted only once all layers are read: "
+            "read the prompt in a pass of its own (run.prompt()), or generate without drafts"
+            if derived is None
+            else "its keys are derived from what it caches, and are there during its own pass alone"
+        )
+        raise UnsupportedModelError(
+            f"layer {layer.index}: layer budget '{self.policy.budget.layers.name}' shares slots out among layers; {why}"
+        )
+
+    def _share(self, now: Pass, view: LayerView, point: int, peers: HeadGroup | None) -> None:
+        """Cut the layers read so far to what each may hold by now."""
+        policy, layers = self.policy, len(self._depth)
+        shares = policy.shared_slots([each.note for each in now.waiting], view, layers)
+        done = len(now.waiting) == layers
+        # What is stored in fewer bits would be rounded again by each cut.
+        hold = policy.store if done else Plain()
+        for depth, (one, share) in enumerate(zip(now.waiting, shares.unbind(1), strict=True)):
+            if not done and not one.exceeds(share):
+                continue
+            stored = one.layer.padded()
+            held = self._view(one.layer, stored, now.visible(one.layer.seen), point, None)
+            held = held.decide(one.scored.candidates)
+            share, time = share.to(stored[0].device), self.report.stopwatch.time
+            kept = keep(policy, one.layer, stored, held, one.scored, share, hold, peers, time)
+            now.waiting[depth] = replace(one, scored=one.scored.of(kept.selection))
+            self.report.layers[one.layer.index] = record(one.layer)
+        if done:
+            self._notes = torch.stack([each.note.to(shares.device) for each in now.waiting], dim=1)
+            if policy.decode is None and not unread(now.prompt, point):
+                for one in now.waiting:
+                    one.layer.window = None
+                    self.report.layers[one.layer.index] = record(one.layer)
+            now.waiting.clear()
 
     def _view(
         self,
@@ -377,6 +441,8 @@ class CacheRun:
             self._facts = self._facts.take_rows(rows)
             if self._hidden is not None:
                 self._hidden = self._hidden[rows.to(self._hidden.device)]
+            if self._notes is not None:
+                self._notes = self._notes[rows.to(self._notes.device)]
             if self._read is not None:
                 self._read.take_rows(rows, layer.seen)
         self.report.layers[layer.index] = record(layer)
@@ -386,7 +452,7 @@ class CacheRun:
         if layer.index == next(iter(self._depth)):
             self._facts = self._facts.crop(layer.seen) if layer.seen else Facts()
             if not layer.seen:
-                self._ended = self._hidden = None
+                self._ended = self._hidden = self._notes = None
         self.report.layers[layer.index] = record(layer)
 
 

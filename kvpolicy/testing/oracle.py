@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvpolicy.errors import PolicyError
 from kvpolicy.policy import Policy
 from kvpolicy.session.decoder import cache_name
 from kvpolicy.types import LayerView, Merged, Needs, Plan, Selection
@@ -329,7 +330,12 @@ def replay(
         pieces: int64 ``[B, q]`` each, one forward pass a piece.
         points: where it evicts.
         mask: int64 ``[B, T]`` over all pieces, 0 for padding, or None.
+
+    Raises:
+        PolicyError: when layers share their slots out: here each evicts by itself.
     """
+    if policy.across_layers:
+        raise PolicyError(f"policy '{policy.name}': expected layers that evict each by itself")
     batch, total = pieces[0].shape[0], sum(piece.shape[1] for piece in pieces)
     whole = torch.ones(batch, total, dtype=torch.int64) if mask is None else mask
     state = _Replay(policy, whole, {point.seen: point for point in points}, model.config.num_hidden_layers)

@@ -38,6 +38,8 @@ KINDS = {
     "layer-budget": Kind("layer budget", "layers", "budgets"),
     "head-budget": Kind("head budget", "heads", "budgets"),
     "selector": Kind("selector", "selector", "selectors"),
+    "evicted": Kind("treatment of the evicted", "evicted", "evicted"),
+    "store": Kind("store", "store", "stores"),
     "policy": Kind("policy", "policy", "policies"),
 }
 

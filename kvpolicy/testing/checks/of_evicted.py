@@ -11,7 +11,14 @@ from torch import Tensor
 
 from kvpolicy.errors import ConformanceError
 from kvpolicy.merging import merged
-from kvpolicy.testing.checks.tools import NEAR, alone, expect_any_default_dtype, expect_on_device, expect_untouched
+from kvpolicy.testing.checks.tools import (
+    NEAR,
+    alone,
+    expect_any_default_dtype,
+    expect_on_device,
+    expect_untouched,
+    tensors_of,
+)
 from kvpolicy.testing.views import make_view
 from kvpolicy.types import LayerView, Merged, Selection
 
@@ -104,12 +111,17 @@ def default_dtype(evicted: Any) -> None:
 def inputs_untouched(evicted: Any) -> None:
     """It writes into nothing that it is given."""
     view, kept = _view("ragged")
-    memory = _held(evicted, view, kept).memory
-    given = [view.keys, view.values, view.valid, view.positions, kept.slots, kept.lengths]
-    given += [] if memory is None else [memory]
-    expect_untouched(
-        given, lambda: _held(evicted, view, kept, memory), "writes into what it is given: make new tensors"
-    )
+    memory: Tensor | None = None
+    message = "writes into what it is given: make new tensors"
+
+    def run() -> None:
+        nonlocal memory
+        memory = _held(evicted, view, kept, memory).memory
+
+    # The first eviction of a layer, which has no memory, and a later one.
+    for _ in range(2):
+        given = [*tensors_of(view), kept.slots, kept.lengths, *([] if memory is None else [memory])]
+        expect_untouched(given, run, message)
 
 
 def repeatable(evicted: Any) -> None:

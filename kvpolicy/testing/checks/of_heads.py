@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import ConformanceError
-from kvpolicy.testing.checks.tools import alone, expect_on_device, expect_untouched
+from kvpolicy.testing.checks.tools import alone, expect_on_device, expect_untouched, tensors_of
 from kvpolicy.testing.views import make_view
 from kvpolicy.types import LayerView
 
@@ -96,7 +96,7 @@ def inputs_untouched(budget: Any) -> None:
     """It writes into nothing that it is given."""
     view, scores = _scored("ragged")
     tokens = _rows(11, view)
-    given = [scores, tokens, view.keys, view.values, view.valid, view.candidates]
+    given = [scores, tokens, *tensors_of(view)]
     expect_untouched(given, lambda: budget(view, scores, tokens), "writes into what it is given: make new tensors")
 
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import ConformanceError
+from kvpolicy.plugin import SharedOut
+from kvpolicy.policy import Budget, Policy
+from kvpolicy.scorers.key_norm import KeyNorm
+from kvpolicy.selectors.top_k import TopK
 from kvpolicy.testing.checks.tools import expect_on_device, expect_untouched
+from kvpolicy.testing.views import make_view
+from kvpolicy.types import LayerView
 
 LAYERS = (1, 2, 3, 12, 30)
 
@@ -22,6 +28,7 @@ def checks_of(budget: Any) -> dict[str, Callable[[Any], None]]:
         "device": device,
         "inputs_untouched": inputs_untouched,
         "batch_mates": batch_mates,
+        **({"shares": shares} if isinstance(budget, SharedOut) else {}),
     }
 
 
@@ -76,3 +83,39 @@ def batch_mates(budget: Any) -> None:
                 f"expected that a row gets the same alone and beside others in a batch, got {single[0].tolist()} "
                 f"and {together[row].tolist()}"
             )
+
+
+def shares(budget: Any) -> None:
+    """One that shares slots out: what a layer may hold never rises as others are read, and in the end adds up exactly.
+
+    Each keeps from what is protected to all it has, a row the same alone as beside others.
+    """
+    for padding in ("none", "left"):
+        views = [make_view(seed, padding=padding, sinks=2, recent=3) for seed in range(5)]
+        scores = [KeyNorm()(view) for view in views]
+        for tokens in (1, 5, 6, 11, 23, 200):
+            limit, none = Budget(tokens=tokens, layers=budget), TopK(sinks=0, recent=0)
+            policy = Policy(name="conformance", score=KeyNorm(), budget=limit, select=none)
+            notes = [policy.note(view, score) for view, score in zip(views, scores, strict=True)]
+            before = None
+            for read in range(1, len(views) + 1):
+                found = policy.shared_slots(notes[:read], views[0], len(views))
+                if before is not None and bool((found[:, :-1] > before).any()):
+                    raise ConformanceError(
+                        f"with {padding} padding and a budget of {tokens}: expected that layers hold no more once "
+                        f"{read} of {len(views)} are read than before, got {found.tolist()} after {before.tolist()}: "
+                        "what is evicted does not come back"
+                    )
+                before = found
+            for row in range(len(views[0].valid)):
+                single = [note[row : row + 1] for note in notes]
+                alone = policy.shared_slots(single, views[0].part(row, slice(None), _every(views[0])), len(views))
+                if before is not None and not torch.equal(alone[0], before[row]):
+                    raise ConformanceError(
+                        f"expected that a row gets the same alone and beside others in a batch, got "
+                        f"{alone[0].tolist()} and {before[row].tolist()}"
+                    )
+
+
+def _every(view: LayerView) -> Tensor:
+    return torch.arange(view.slots)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import ConformanceError
-from kvpolicy.testing.checks.tools import alone, expect_on_device, expect_untouched
+from kvpolicy.testing.checks.tools import alone, expect_on_device, expect_untouched, tensors_of
 from kvpolicy.testing.views import make_view
 from kvpolicy.types import LayerView, Selection
 
@@ -121,7 +121,7 @@ def inputs_untouched(selector: Any) -> None:
     """It writes into nothing that it is given."""
     view = make_view(padding="ragged")
     scores = _scores(view)
-    given = [scores, view.keys, view.values, view.valid, view.candidates, view.positions]
+    given = [scores, *tensors_of(view)]
     expect_untouched(given, lambda: _keep(selector, view, scores, 11), "writes into what it is given: make new tensors")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ def expect_same(got: Tensor, want: Tensor, where: Tensor, message: str) -> None:
     off = apart(got, want, where)
     if not off <= NEAR:
         raise ConformanceError(f"{message} (off by {off:.2g} of the largest score)")
+
+
+def tensors_of(view: LayerView) -> list[Tensor]:
+    """Return every tensor that a view holds."""
+    held = [getattr(view, field.name) for field in fields(view)]
+    return [each for each in held if isinstance(each, Tensor)]
 
 
 def expect_untouched(given: Iterable[Tensor], run: Callable[[], object], message: str) -> None:

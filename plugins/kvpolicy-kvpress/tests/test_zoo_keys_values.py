@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from kvpolicy_kvpress.agree import CASES, Case, same_slots
-from kvpolicy_kvpress.make import make, reads
+from kvpolicy_kvpress.make import kvpress, make, reads
 from torch import Tensor
 
-from kvpolicy import Budget, Policy
+from kvpolicy import Budget, Policy, calibrate, filters
 from kvpolicy.combiners.critical_kv import CriticalKV
+from kvpolicy.combiners.fixed import Fixed
+from kvpolicy.plugin import walk
 from kvpolicy.scorers.cur_dkv import CurDKV
 from kvpolicy.scorers.key_diff import KeyDiff
 from kvpolicy.scorers.key_norm import KeyNorm
 from kvpolicy.scorers.lag_kv import LagKV
 from kvpolicy.scorers.leverage import Leverage
+from kvpolicy.scorers.non_causal_attention import NonCausalAttention
+from kvpolicy.scorers.q_filters import QFilters
 from kvpolicy.scorers.snapkv import SnapKV
 from kvpolicy.selectors.top_k import TopK
 
@@ -42,9 +48,15 @@ class Pair:
     recent: int = 0
 
 
+def compactor(kept: int, among: str = "candidates", over: str = "layer") -> Fixed:
+    inputs = [Leverage(among=among), NonCausalAttention(chunk_size=32, among=among)]
+    return Fixed(inputs=inputs, weights=[0.35, 1.0], normalize="z-score", over=over)
+
+
 SNAPKV = {"press": "SnapKVPress", "settings": {"window_size": 8}}
 # By policy, and what differs.
 PAIRS = {
+    "compactor": Pair("CompactorPress", compactor, {"chunk_size": 32, "blending": 0.35}, sinks=8, recent=4),
     "key-diff": Pair("KeyDiffPress", lambda kept: KeyDiff()),
     "lag-kv": Pair("LagKVPress", lambda kept: LagKV(lag=16), {"lag_size": 16}),
     "lag-kv, cross": Pair(
@@ -83,8 +95,9 @@ def agrees(pair: Pair, case: Case, score: Any = None) -> bool:
         pair.press, pair.settings, case.ratio if "compression_ratio" in reads(pair.press, pair.settings) else None
     )
     press.compression_ratio = case.ratio
-    if isinstance(score, Leverage):
-        share_sketch(press, score)
+    for scorer in walk(score):
+        if isinstance(scorer, Leverage):
+            share_sketch(press, scorer)
     select = TopK(sinks=pair.sinks, recent=pair.recent)
     policy = Policy(name="zoo", score=score, budget=Budget(tokens=case.kept), select=select)
     return same_slots(press, policy, model, case)
@@ -125,9 +138,25 @@ def test_key_norm_keeps_what_the_press_keeps(case: Case) -> None:
     assert agrees(Pair("KnormPress", lambda kept: KeyNorm()), case)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.length}")
+@pytest.mark.parametrize("other", [False, True], ids=["same", "other filters"])
+def test_q_filters_keep_what_the_press_keeps(
+    other: bool, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given the same filters, calibrated on another text."""
+    text = torch.arange(256).flip(0)
+    found = calibrate.q_filters(case.model(), text)
+    filters.write(path := tmp_path / "q.safetensors", found, filters.Made(case.name, {}, len(text)))
+    given = found.roll(1, 0) if other else found
+    monkeypatch.setattr(kvpress().QFilterPress, "load_q_filters", staticmethod(lambda name: given))
+    assert agrees(Pair("QFilterPress", lambda kept: QFilters(file=path)), case) != other
+
+
 @pytest.mark.parametrize(
     ("name", "other"),
     [
+        ("compactor", compactor(0, among="valid")),
+        ("compactor", compactor(0, over="head")),
         ("key-diff", KeyNorm()),
         ("lag-kv", LagKV(lag=17)),
         ("critical-kv", CriticalKV(importance=SnapKV(window=8))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from kvpolicy_kvpress.agree import CASES, Case, found, read
@@ -14,6 +15,7 @@ from transformers import DynamicCache
 import kvpolicy
 from kvpolicy import Budget, Policy
 from kvpolicy.budgets.adaptive import AdaptiveHeads
+from kvpolicy.budgets.head_table import HeadTable
 from kvpolicy.budgets.threshold import ThresholdHeads
 from kvpolicy.scorers.key_diff import KeyDiff
 from kvpolicy.scorers.snapkv import SnapKV
@@ -99,6 +101,26 @@ def test_ada_kv_keeps_what_the_press_keeps(case: Case) -> None:
 
 def test_the_comparison_sees_another_floor() -> None:
     assert not ada_kv_agrees(CASES[0], Fraction(1))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.length}")
+@pytest.mark.parametrize("share", [0.4, 0.8])
+def test_streaming_heads_keep_what_duo_attention_does(
+    share: float, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = case.model()
+    config = model.config
+    scores = numpy.random.default_rng(0).random((config.num_hidden_layers, config.num_key_value_heads))
+    monkeypatch.setattr(
+        kvpress().DuoAttentionPress, "load_attention_pattern", staticmethod(lambda model: (4, 16, scores))
+    )
+    theirs = masked_by(kvpress().DuoAttentionPress(head_compression_ratio=share), model, case)
+    heads = HeadTable(scores=scores.tolist(), streaming=share)
+    budget = Budget(tokens=case.length, heads=heads)
+    policy = Policy(name="zoo", score=KeyDiff(), budget=budget, select=TopK(sinks=4, recent=16))
+    assert held(policy, model, case) == theirs
+    lengths = {len(head) for layer in theirs for row in layer for head in row}
+    assert lengths == {20, case.length}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.length}")
