@@ -21,8 +21,8 @@ from kvpolicy.evicted.merge import Merge
 from kvpolicy.plugin import settings
 from kvpolicy.registry import registry
 from kvpolicy.session.decoder import cache_name
-from kvpolicy.session.layers import evicting_layers
 from kvpolicy.session.keep import Kept
+from kvpolicy.session.layers import evicting_layers
 from kvpolicy.session.when import Prompt
 from kvpolicy.testing import oracle
 from kvpolicy.testing.architectures.build import Case
