@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from kvpolicy.analysis.views import views
-from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.errors import ContextError, UnsupportedModelError
 from kvpolicy.session.decoder import find_decoders
 from kvpolicy.types import ALL, Needs
 
@@ -22,11 +22,12 @@ def q_filters(model: nn.Module, ids: Tensor, *, length: int = 2048, samples: int
 
     Args:
         model: any transformers decoder.
-        ids: int64 ``[T]``, of a text.
+        ids: int64 ``[T]`` or ``[1, T]``, of a text.
         length: how many tokens are read in one pass.
         samples: of how many tokens, spread evenly over the text, queries count.
 
     Raises:
+        ContextError: when ids are of another shape, or there is nothing to read or to count.
         UnsupportedModelError: when nothing can be evicted from the model, or its layers differ in heads or their size.
 
     Source: Q-Filters, arXiv 2503.02812, section 3, and its code, which takes its 3,000 queries by chance.
@@ -35,6 +36,12 @@ def q_filters(model: nn.Module, ids: Tensor, *, length: int = 2048, samples: int
     >>> q_filters(tiny(), torch.arange(96)).shape
     torch.Size([3, 2, 8])
     """
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or not len(ids):
+        raise ContextError(f"ids: expected those of one text, [T] or [1, T], got {list(ids.shape)}")
+    if length < 1 or samples < 1:
+        raise ContextError(f"length and samples: expected 1 or more, got {length} and {samples}")
     layers = find_decoders(model)[0].config.num_hidden_layers
     wanted = torch.linspace(0, len(ids) - 1, min(samples, len(ids)), dtype=torch.float64).round().long()
     queries: dict[int, list[Tensor]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -61,7 +62,10 @@ def write(path: str | os.PathLike[str], filters: Tensor, made: Made) -> None:
     """
     tensor = filters.detach().float().cpu().contiguous()
     with whole(Path(path)) as partial:
-        save_file({TENSOR: tensor}, partial, metadata={_KEY: json.dumps(asdict(made))})
+        try:
+            save_file({TENSOR: tensor}, partial, metadata={_KEY: json.dumps(asdict(made))})
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error)) from error
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Tensor, Made | None]:
@@ -88,14 +92,18 @@ def read(path: str | os.PathLike[str]) -> tuple[Tensor, Made | None]:
         raise ValueError(f"{expected}, which cannot be read: {error}") from None
     if found is None:
         raise ValueError(f"{expected}, one with {', '.join(names) or 'none'}")
-    if found.ndim != 3 or not found.is_floating_point() or not bool(found.isfinite().all()):
-        size = "numbers that are not finite" if found.is_floating_point() and found.ndim == 3 else list(found.shape)
+    shaped = found.ndim == 3 and found.is_floating_point() and found.numel() > 0
+    if not shaped or not bool(found.to(torch.float32).isfinite().all()):
+        size = "numbers that are not finite" if shaped else list(found.shape)
         raise ValueError(f"{expected}, one of {str(found.dtype).removeprefix('torch.')} {size}")
     return found.to(torch.float32), None if told is None else _made(told, expected)
 
 
 def _made(told: str, expected: str) -> Made:
     try:
-        return Made(**json.loads(told))
+        made = Made(**json.loads(told))
     except (ValueError, TypeError):
+        made = None
+    if made is None or not isinstance(made.model, str) or not isinstance(made.config, dict):
         raise ValueError(f"{expected}, one whose '{_KEY}' metadata says whose they are, not {told[:80]!r}") from None
+    return made

@@ -225,7 +225,7 @@ class SharedOut(LayerBudget, Protocol):
             notes: float32 ``[B, l, Hkv, n]``, of the layers read so far, first layer first.
             tokens: int64 ``[B]``, the budget in slots a KV head, mean over layers.
             available: int64 ``[B]``, how many slots there are to keep.
-            protected: int64 ``[B]``, how many slots a head every layer keeps; at most ``min(tokens, available)``.
+            protected: int64 ``[B]``, how many slots a head every layer keeps, from 1 to ``min(tokens, available)``.
             layers: how many layers share the budget.
         """
 

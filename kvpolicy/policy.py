@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
-from kvpolicy.errors import PluginError, SettingError
+from kvpolicy.errors import PluginError, SettingError, UnsupportedModelError
 from kvpolicy.evicted.drop import Drop
 from kvpolicy.maths import exact, newest
 from kvpolicy.merging import merged
@@ -233,7 +233,13 @@ class Policy:
         who = f"shares of layer budget '{budget.name}'"
         tokens = self.budget.slots(view.seen)
         mean = torch.minimum(tokens, view.seen)
-        protected = torch.minimum((view.valid & ~view.candidates).sum(-1).amax(-1), mean)
+        # One at least: no head can do without.
+        protected = torch.minimum((view.valid & ~view.candidates).sum(-1).amax(-1).clamp(min=1), mean)
+        sizes = {tuple(note.shape) for note in notes}
+        if len(sizes) > 1:
+            raise UnsupportedModelError(
+                f"{who}: expected layers with the same number of KV heads, got {sorted(size[1] for size in sizes)}"
+            )
         # Layers may be on several devices.
         every = torch.stack([note.to(tokens.device) for note in notes], dim=1)
         found = budget.share(every, tokens, view.seen, protected, layers)

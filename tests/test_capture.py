@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
+import kvpolicy
 from kvpolicy.capture import layer_view, visible_columns
 from kvpolicy.errors import PluginError, UnsupportedModelError
+from kvpolicy.session.decoder import cache_name
+from kvpolicy.testing.models import tiny
 from kvpolicy.types import Needs
 from kvpolicy.window import extend
 
@@ -97,6 +102,17 @@ def test_tokens_that_follow_one_by_one_are_as_if_each_was_joined_at_once(size: i
         if start % 9 == 0:
             assert torch.equal(lazy.positions, plain.positions) and torch.equal(lazy.queries, plain.queries)
     assert lazy.whole().queries.untyped_storage().nbytes() == plain.queries.numel() * 4
+
+
+def test_queries_are_recorded_without_what_gradients_are_taken_by() -> None:
+    model = tiny()
+    cache = DynamicCache(config=model.config)
+    with kvpolicy.load("snapkv", budget=48, decode={"every": 1000}).on(model):
+        for piece in torch.arange(120)[None].split([80, *[1] * 40], dim=1):
+            model(piece, **{cache_name(model): cache})
+    window = cache.layers[0].window
+    assert window.later and not any(part.requires_grad for part in (window.joined, window.queries, *window.later))
+    assert copy.deepcopy(cache).layers[0].window.positions.tolist() == [list(range(88, 120))]
 
 
 def test_the_view_of_a_padded_prompt() -> None:

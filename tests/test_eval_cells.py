@@ -20,7 +20,7 @@ from kvpolicy import load
 from kvpolicy.config import to_yaml
 from kvpolicy.eval.answer import answer, match, prompt
 from kvpolicy.eval.bench import Bench
-from kvpolicy.eval.cells import Cell, ResultError, measure, result_path, write_whole
+from kvpolicy.eval.cells import Cell, ResultError, digest, measure, result_path, write_whole
 from kvpolicy.eval.drift import drift, evicted_logits, full_logits, perplexity
 from kvpolicy.eval.grid import Grid, policies, shard, without_weight
 from kvpolicy.eval.readings import Readings
@@ -54,6 +54,26 @@ def test_models_that_differ_in_their_head_alone_have_cells_of_their_own() -> Non
         tuned.lm_head.weight.mul_(2)
     other = Bench(here.name, tuned, here.tokenizer, unrepeated())
     assert asked.cells(other)[0].name != asked.cells(here)[0].name
+
+
+def test_what_is_in_a_file_that_a_policy_names_is_part_of_its_cells(tmp_path: Path) -> None:
+    """Of a file that has changed, a result would be another policy's."""
+    table = tmp_path / "heads.tsv"
+    own = {
+        "extends": "snapkv",
+        "name": "own",
+        "budget": {"tokens": 80, "heads": {"type": "head-table", "file": str(table)}},
+    }
+    found = []
+    for text in ("1\t0\n" * 3, "0\t1\n" * 3):
+        table.write_text(text)
+        found.append(Grid([load(own)], load_tasks("odd-one-out", SMALL), ["query-agnostic"]).cells(bench())[0])
+    first, second = found
+    assert first.policy == second.policy and first.name != second.name
+    assert list(first.files) == [str(table)]
+    # Of policies without files, cells are named as they were before there were any.
+    plain = dataclasses.asdict(cell("snapkv"))
+    assert plain.pop("files") == {} and digest(plain) == cell("snapkv").name
 
 
 def test_the_full_cache_answers_as_the_model_does_alone() -> None:

@@ -24,11 +24,11 @@ from kvpolicy.analysis.plots import COLOURS
 from kvpolicy.cli import app
 from kvpolicy.config import dump
 from kvpolicy.eval import plots
-from kvpolicy.eval.asked import write_asked
+from kvpolicy.eval.asked import read_asked, write_asked
 from kvpolicy.eval.bench import Bench
 from kvpolicy.eval.cells import Cell, ResultError, measure, write_whole
 from kvpolicy.eval.page import page
-from kvpolicy.eval.results import Result, read_asked, read_result, read_results
+from kvpolicy.eval.results import Result, read_result, read_results
 from kvpolicy.eval.show import notes, terminal
 from kvpolicy.eval.statistics import interval
 from kvpolicy.eval.table import Row, tables
@@ -274,6 +274,16 @@ def test_a_damaged_file_of_what_was_asked_for_is_refused(tmp_path: Path, old: st
         read_asked(tmp_path)
 
 
+@pytest.mark.parametrize("damage", ["", "{", '{"kvpolicy-eval": 1, "asked": 2}\n'])
+def test_a_damaged_file_of_what_is_asked_for_again_is_written_again(tmp_path: Path, damage: str) -> None:
+    write_asked([FULL.cell, SNAP.cell], tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_text()
+    path.write_text(damage)
+    write_asked([FULL.cell, SNAP.cell], tmp_path)
+    assert path.read_text() == whole and read_asked(tmp_path) == [FULL.cell, SNAP.cell]
+
+
 def test_what_was_asked_for_of_another_text_is_refused() -> None:
     says = rf"results {SNAP.cell.name} and \w+ \(asked for\): expected the same .* or remove the asked-\*.jsonl of one"
     with pytest.raises(ResultError, match=says):
@@ -308,8 +318,8 @@ def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
         ('"seed": 0', '"seed": 1', "it is damaged: not what was written"),
         ('"seed": 0, ', "", "it is damaged"),
         ('"bytes": 64000, ', "", "it is damaged: 'bytes'"),
-        ('{"example": 1', '{"example": 1 {', ":3: expected JSON"),
-        ('{"example": 1', '7\n{"example": 1', ":3: expected a JSON object, got '7'"),
+        ('{"example": 1', '{"example": 1 {', "it is damaged: line 3: expected JSON.*Remove it and run"),
+        ('{"example": 1', '7\n{"example": 1', "it is damaged: line 3: expected a JSON object, got '7'"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -502,8 +512,20 @@ def test_a_text_of_ones_own(tiny_model: None, tmp_path: Path) -> None:
     out = tmp_path / "results"
     assert call(*EVAL, "--tasks", "drift", "--text", str(text), "--out", str(out))[0] == 0
     own = {each.cell.examples for each in read_results(out)}
-    assert call(*EVAL, "--tasks", "drift", "--out", str(out))[0] == 0
-    assert len({each.cell.examples for each in read_results(out)} - own) == 1
+    before = sorted(out.iterdir())
+    code, _, err = call(*EVAL, "--tasks", "drift", "--out", str(out))
+    assert code == 2 and "it is for other examples of drift than these: another text" in err
+    assert sorted(out.iterdir()) == before
+    assert call(*EVAL, "--tasks", "drift", "--out", str(tmp_path / "other"))[0] == 0
+    assert own.isdisjoint({each.cell.examples for each in read_results(tmp_path / "other")})
+
+
+def test_another_seed_measures_no_drift_again(tiny_model: None, tmp_path: Path) -> None:
+    """Its examples would be the same ones, counted twice."""
+    assert call(*EVAL, "--tasks", "drift", "--out", str(tmp_path))[1].startswith("7 cells measured")
+    assert call(*EVAL, "--tasks", "drift", "--seed", "1", "--out", str(tmp_path))[1].startswith(
+        "0 cells measured, 7 there"
+    )
 
 
 def test_a_cell_that_fails_is_said_after_all_others(

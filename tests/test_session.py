@@ -385,6 +385,9 @@ def test_a_half_written_cache_raises(model: PreTrainedModel) -> None:
         hook.remove()
         with pytest.raises(InactiveSessionError, match="half-written"):
             forward(model, tokens(1, 1), cache, None)
+        cache.reset()
+        forward(model, tokens(1, 60), cache, None)
+        assert [layer.seen for layer in cache.layers] == [60] * 3
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,11 @@ from typer.testing import CliRunner
 
 from kvpolicy.cli import app
 from kvpolicy.errors import PolicyError
+from kvpolicy.eval.asked import read_asked
 from kvpolicy.eval.cells import Cell, ResultError, result_path
 from kvpolicy.eval.grid import SHIPPED, policies, shipped
 from kvpolicy.eval.processes import Processes
-from kvpolicy.eval.results import read_asked, read_results
+from kvpolicy.eval.results import read_results
 from kvpolicy.eval.sweep import SweepError, cells_of, sweep
 from kvpolicy.eval.worker import BenchSpec, device, launched
 

@@ -194,6 +194,8 @@ def as_table(scores: list[list[float]]) -> tuple[tuple[float, ...], ...]:
         ("heads.json", "{}", "which cannot be read: ValueError"),
         ("heads.json", '{"0-0": [-1]}', "0 or more"),
         ("heads.json", '{"0-0": []}', "which cannot be read: StatisticsError"),
+        ("heads.json", '{"0-0": [1e308, 1e308]}', "which cannot be read: OverflowError"),
+        ("heads.json", "[" * 100_000, "which cannot be read: RecursionError"),
         ("heads.json", '{"0-1": [1]}', "which cannot be read: KeyError: '0-0'"),
     ],
 )

@@ -264,6 +264,80 @@ def test_a_prompt_in_chunks_and_a_reading_come_to_the_same(name: str) -> None:
         assert [layer.kept for layer in run.report.layers.values()] == want
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks": {"select": {"type": "chunks", "length": 4, "sinks": 2, "recent": 4}},
+    "mmr": {"select": {"type": "mmr", "sinks": 2, "recent": 4}},
+    "merge": {"evicted": {"type": "merge", "how": "averaged"}},
+    "d2o": {"evicted": "d2o"},
+    "cam": {"evicted": "cam"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_cut_and_merged_as_if_it_were_alone(name: str, way: str) -> None:
+    model, prompt = deep(dtype=torch.float64), ids(2, 90)
+    policy = kvpolicy.load(name, budget=40, **WAYS[way])
+    prompt[1, :40] = prompt[1, 40:80]
+    answers, held = [], []
+    for rows in ([0, 1], [0], [1]):
+        cache = DynamicCache(config=model.config)
+        with policy.on(model):
+            oracle.forward(model, prompt[rows], cache, None)
+            held.append([layer.held for layer in cache.layers])
+            answers.append(oracle.forward(model, ids(1, 5, seed=3).expand(len(rows), -1), cache, None))
+    assert held[0] == [[first[0], second[0]] for first, second in zip(*held[1:], strict=True)]
+    torch.testing.assert_close(answers[0], torch.cat(answers[1:]), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["merge", "d2o", "cam"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_evicted_is_merged_once_into_what_stays(name: str, way: str) -> None:
+    model, prompt, more = deep(dtype=torch.float64), ids(2), ids(2, 5, seed=3)
+    policy = kvpolicy.load(name, budget=BUDGET, **WAYS[way])
+    kept = oracle.plan(policy, model, prompt)
+    merged = oracle.merges(policy, model, prompt, kept)
+    want = oracle.logits(model, prompt, [more], kept, None, merged)
+    cache = DynamicCache(config=model.config)
+    with policy.on(model):
+        got = torch.cat([oracle.forward(model, piece, cache, None) for piece in (prompt, more)], dim=1)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_keeps_something(name: str, tokens: int) -> None:
+    policy = kvpolicy.load(name, budget=tokens, select={"sinks": 0, "recent": 0})
+    model, cache = deep(), DynamicCache(config=deep().config)
+    with policy.on(model) as run:
+        oracle.forward(model, ids(2), cache, None)
+    counts = [layer.kept for layer in run.report.layers.values()]
+    assert all(min(map(min, layer)) >= 1 for layer in counts)
+    assert [sum(sum(layer[row]) for layer in counts) for row in range(2)] == [2 * LAYERS * tokens] * 2
+
+
+def test_a_preference_beyond_all_numbers_is_one() -> None:
+    notes = torch.tensor([[[[900.0, 3.0]], [[901.0, 3.0]], [[0.0, 0.0]]]])
+    budget = CakeLayers(tau1=0.0001, tau2=0.0001)
+    given = torch.tensor([10]), torch.tensor([99]), torch.tensor([2])
+    # e^(10,000 / 901) is what the second is more than the first.
+    assert budget.share(notes, *given, layers=3).tolist() == [[3, 25, 2]]
+    assert budget.share(notes * 0, *given, layers=3).tolist() == [[10, 10, 10]]
+
+
+def test_whole_weights_that_add_up_are_their_own_parts() -> None:
+    for seed in range(200):
+        counts = torch.randint(0, 300, (1, 30), generator=torch.Generator().manual_seed(seed))
+        total, most = counts.sum(-1), torch.tensor([300])
+        assert whole_slots(proportions(total, counts.double(), most), total, most).tolist() == counts.tolist()
+
+
+def test_layers_of_other_head_counts_are_refused() -> None:
+    policy, view = kvpolicy.load("cake", budget=64), make_view(batch=1)
+    with pytest.raises(UnsupportedModelError, match=r"the same number of KV heads, got \[1, 2\]"):
+        policy.shared_slots([torch.zeros(1, 2, 2), torch.zeros(1, 1, 2)], view, 2)
+
+
 def test_drafts_in_the_pass_of_the_prompt_are_refused() -> None:
     """They would see what is evicted only once all layers are read."""
     model, policy = deep(), kvpolicy.load("cake", budget=BUDGET)

@@ -20,7 +20,7 @@ from views import make_view
 import kvpolicy
 from kvpolicy import calibrate, filters
 from kvpolicy.cli import app
-from kvpolicy.errors import PolicyFileError, SettingError, UnsupportedModelError
+from kvpolicy.errors import ContextError, PolicyFileError, SettingError, UnsupportedModelError
 from kvpolicy.models import TINY_LLAVA_FOLDER
 from kvpolicy.scorers.q_filters import QFilters
 from kvpolicy.session.decoder import cache_name
@@ -78,6 +78,17 @@ def test_calibration_equals_its_twin(shape: str, length: int, samples: int) -> N
     torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
 
 
+def test_ids_are_those_of_one_text() -> None:
+    model, ids = tiny(), torch.arange(96)
+    assert torch.equal(calibrate.q_filters(model, ids[None]), calibrate.q_filters(model, ids))
+    for wrong in (ids.view(2, 48), ids[:0]):
+        with pytest.raises(ContextError, match=r"ids: expected those of one text, \[T\] or \[1, T\], got"):
+            calibrate.q_filters(model, wrong)
+    for given in ({"length": 0}, {"samples": 0}):
+        with pytest.raises(ContextError, match="length and samples: expected 1 or more"):
+            calibrate.q_filters(model, ids, **given)
+
+
 def test_filters_point_away_from_the_queries() -> None:
     """So that what queries have in common scores high."""
     model = tiny("llama-mha", torch.float64)
@@ -126,7 +137,14 @@ def made_of(model: Any) -> filters.Made:
         ({"q_filters": torch.zeros(2, 8)}, None, r"one of float32 \[2, 8\]"),
         ({"q_filters": torch.zeros(2, 2, 8, dtype=torch.int64)}, None, "one of int64"),
         ({"q_filters": torch.full((2, 2, 8), torch.nan)}, None, "float32 numbers that are not finite"),
+        ({"q_filters": torch.full((2, 2, 8), 1e300, dtype=torch.float64)}, None, "numbers that are not finite"),
+        ({"q_filters": torch.zeros(2, 2, 8).to(torch.float8_e4m3fn)[:, :, :0]}, None, r"float8_e4m3fn \[2, 2, 0\]"),
         ({"q_filters": torch.zeros(2, 2, 8)}, {"kvpolicy": "{}"}, "whose 'kvpolicy' metadata says whose they are"),
+        (
+            {"q_filters": torch.zeros(2, 2, 8)},
+            {"kvpolicy": '{"model": "mine", "config": null, "tokens": 1}'},
+            "whose 'kvpolicy' metadata says whose they are",
+        ),
     ],
 )
 def test_a_file_of_something_else_is_refused(
@@ -180,7 +198,11 @@ def test_a_path_is_relative_to_the_file_that_gives_it(tmp_path: Path, monkeypatc
     for file in (base, above):
         assert kvpolicy.load(file).score == QFilters(file=path)
     monkeypatch.chdir(inner)
-    assert kvpolicy.load("../above.yaml").score.file.resolve() == path
+    # From any folder: a context, or a result of eval, says where the file is.
+    plain = kvpolicy.load("../above.yaml").to_dict()
+    monkeypatch.chdir("/")
+    assert kvpolicy.load(plain).score.file == path
+    monkeypatch.chdir(inner)
     assert kvpolicy.load(policy(Path("q.safetensors"))).score == QFilters(file="q.safetensors")
     base.write_text(f"score: {{type: q-filters, file: {path}}}\nbudget: 64\n")
     assert kvpolicy.load(base).score.file == path

@@ -93,7 +93,10 @@ class CakeLayers:
         dispersion, shift = notes.double().sum(2).unbind(-1)
         most = available - protected
         total = layers * (torch.minimum(tokens, available) - protected)
-        parts = proportions(total, dispersion ** (1 / self.tau1) * shift ** (1 / self.tau2), most)
+        # In logarithms, by the largest: small exponents' powers would be beyond any number.
+        preference = dispersion.log() / self.tau1 + shift.log() / self.tau2
+        largest = preference.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)
+        parts = proportions(total, (preference - largest).exp(), most)
         if notes.shape[1] < layers:
             # One more than the part rounded down: what a fraction may still bring.
             return protected[:, None] + torch.minimum(parts.floor().long() + 1, most[:, None])

@@ -36,7 +36,7 @@ def read(path: Path) -> Rows:
         found = readers[path.suffix](path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{expected}, found none") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{expected}, which cannot be read: {type(error).__name__}: {error}") from None
     if not found or not all(0 <= score < math.inf for row in found for score in row):
         raise ValueError(f"{expected}, 0 or more")

@@ -27,8 +27,10 @@ def proportions(total: Tensor, weights: Tensor, most: Tensor) -> Tensor:
         # Summed one after another, so that a layer more only adds to what the others are divided by.
         whole = open_.cumsum(-1)[:, -1:]
         alike = (~full).double()
-        share = torch.where(whole > 0, open_ / whole, alike / alike.sum(-1, keepdim=True).clamp(min=1))
-        parts = ((total - most * full.sum(-1))[:, None] * share).where(~full, most[:, None].double())
+        left = (total - most * full.sum(-1))[:, None].double()
+        # Divided last: of whole weights that add up to what is left, each is its own part to the last bit.
+        share = torch.where(whole > 0, left * open_ / whole, left * alike / alike.sum(-1, keepdim=True).clamp(min=1))
+        parts = share.where(~full, most[:, None].double())
         over = ~full & (parts >= most[:, None])
         if not over.any():
             break

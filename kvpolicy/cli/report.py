@@ -21,8 +21,9 @@ def report(
 ) -> None:
     """Show results as tables with 95% intervals, and as a page with plots of score against bytes."""
     from kvpolicy.eval import plots, show
+    from kvpolicy.eval.asked import read_asked
     from kvpolicy.eval.page import page
-    from kvpolicy.eval.results import read_asked, read_results
+    from kvpolicy.eval.results import read_results
     from kvpolicy.eval.table import tables
     from kvpolicy.files import whole
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -101,7 +102,7 @@ def _given(cls: type, name: str, item: Item) -> object:
     field = cls.__pydantic_fields__.get(name)  # type: ignore[attr-defined]
     names_a_file = field is not None and mentions(field.annotation, (FilePath,))
     if names_a_file and item.place.file and isinstance(item.value, str):
-        return str(FilePath(item.place.source).parent / item.value)
+        return os.path.abspath(FilePath(item.place.source).parent / item.value)
     return item.plain
 
 

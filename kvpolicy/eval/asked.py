@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpolicy.eval.cells import FORMAT, Cell, digest, write_whole
+from kvpolicy.eval.cells import FORMAT, Cell, ResultError, as_line, digest, write_whole
+from kvpolicy.eval.lines import damaged, read_lines
 
 PREFIX = "asked-"
 """What the names of these files begin with."""
@@ -27,9 +28,59 @@ def write_asked(cells: Sequence[Cell], folder: Path) -> None:
         folder: where results will be.
 
     Raises:
-        ResultError: when it cannot be written.
+        ResultError: when it cannot be written, or the folder is for other examples of the same tasks.
     """
     path = asked_path(cells, folder)
-    if not path.exists():
-        lines = [{"cell": dataclasses.asdict(cell)} for cell in cells]
+    before = [cell for other in _files(folder) if other != path for cell in _asked(other)]
+    _require_same_examples(cells, before, folder)
+    lines = [{"cell": dataclasses.asdict(cell)} for cell in cells]
+    # One that is damaged is written again: its name says what it has to hold, in whatever order.
+    if sorted(_read(path)) != sorted(map(as_line, lines)):
         write_whole(path, [{"kvpolicy-eval": FORMAT, "asked": len(lines)}, *lines])
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{PREFIX}*.jsonl"))
+
+
+def _require_same_examples(cells: Sequence[Cell], before: Sequence[Cell], folder: Path) -> None:
+    made = {(_task(cell), cell.seed): cell.examples for cell in before}
+    for cell in cells:
+        if made.setdefault((_task(cell), cell.seed), cell.examples) != cell.examples:
+            raise ResultError(
+                f"{folder}: it is for other examples of {cell.task['task']} than these: another text, tokenizer or "
+                "release of Python made them, or their file was another. Name another folder with --out"
+            )
+
+
+def _task(cell: Cell) -> str:
+    return digest([cell.model, cell.weights, cell.task])
+
+
+def _read(path: Path) -> list[str]:
+    """Return the lines of a file below its header, none where it cannot be read."""
+    try:
+        # Not splitlines: a policy's text may hold other kinds of line break.
+        return [line + "\n" for line in path.read_text(encoding="utf-8").split("\n")[1:-1]]
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def read_asked(folder: Path) -> list[Cell]:
+    """Return the cells that a folder was asked for; none where nothing says so.
+
+    Raises:
+        ResultError: when a file that should say so does not; says in which line.
+    """
+    found = [cell for path in _files(folder) for cell in _asked(path)]
+    return list({cell.name: cell for cell in found}.values())
+
+
+def _asked(path: Path) -> list[Cell]:
+    try:
+        cells = [Cell(**line["cell"]) for line in read_lines(path)[1:]]
+    except (KeyError, TypeError) as error:
+        raise damaged(path, error) from None
+    if asked_path(cells, path.parent) != path:
+        raise damaged(path, "not what was written")
+    return cells

@@ -44,6 +44,7 @@ class Cell:
         mode: whether the question is in view when the policy decides; "either" where it makes no difference.
         seed: of the task.
         examples: hash of the examples, which another text, tokenizer or release of Python changes.
+        files: by path, the hash of what is in each file that the policy names.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Cell:
     mode: Mode
     seed: int
     examples: str
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def budget(self) -> int | float | None:
@@ -65,7 +67,8 @@ class Cell:
     @property
     def name(self) -> str:
         """The hash of all of it, 16 hexadecimal digits."""
-        return digest(dataclasses.asdict(self))
+        plain = dataclasses.asdict(self)
+        return digest(plain if self.files else {key: value for key, value in plain.items() if key != "files"})
 
 
 def digest(value: object) -> str:
@@ -136,6 +139,11 @@ def _lines(
         advance()
 
 
+def as_line(value: dict[str, Any]) -> str:
+    """Return plain data as a line of a JSON lines file."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def write_whole(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """Write a JSON lines file, which appears whole or not at all.
 
@@ -145,7 +153,7 @@ def write_whole(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as partial, partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+            file.writelines(map(as_line, lines))
     except OSError as error:
         raise ResultError(
             f"{path}: cannot be written: {error.strerror or error}. What was finished before is in {path.parent}; make "

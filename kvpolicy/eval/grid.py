@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvpolicy.config import dump, load, load_at
@@ -143,10 +146,13 @@ class Grid:
         weights = fingerprint(bench.model).weights
         for task in self.tasks:
             plain = dump_task(task)
-            examples = digest(list(bench.examples(task, self.seed)))
+            # Drift draws nothing: under another seed its examples would be counted twice.
+            seed = 0 if task.name == "drift" else self.seed
+            examples = digest(list(bench.examples(task, seed)))
             for policy in [*self.policies, *self._besides(task)]:
+                files = {str(path): _content(path) for path in _files(policy)}
                 for mode in self._modes(policy, task):
-                    yield Cell(bench.name, weights, dump(policy), plain, mode, self.seed, examples)
+                    yield Cell(bench.name, weights, dump(policy), plain, mode, seed, examples, files)
 
     def _besides(self, task: Task) -> Iterator[Policy]:
         """Yield the policies that belong to the tables of one kind of task only, at each budget."""
@@ -159,6 +165,22 @@ class Grid:
         if task.name == "drift":
             return ["query-agnostic"]
         return ["either"] if policy.trivial else self.modes
+
+
+def _files(part: Any) -> Iterator[Path]:
+    """Yield the paths that a policy, or a part of one, has among its settings."""
+    if isinstance(part, Path):
+        yield part
+    elif isinstance(part, tuple | list):
+        for each in part:
+            yield from _files(each)
+    elif dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            yield from _files(getattr(part, field.name))
+
+
+def _content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def shard(cells: Sequence[Cell], index: int, count: int) -> Sequence[Cell]:

@@ -304,7 +304,8 @@ class CacheRun:
         start = layer.seen - (now.new or 0)
         # Under a plain mask, what is padding was there before the last eviction: none of it is of this pass.
         if self.plain and layer.window is not None and query.shape[2] == 1:
-            layer.window = layer.window.followed_by(query, start, self._window)
+            # A copy: the model's own tensor may be a view of a larger one, or hold what a gradient would be taken by.
+            layer.window = layer.window.followed_by(query.detach().clone(), start, self._window)
             return
         with _apart(query.device), self.report.stopwatch.time("capture", query.device):
             visible = None if self.plain else now.visible(layer.seen)
@@ -377,7 +378,10 @@ class CacheRun:
         # What is stored in fewer bits would be rounded again by each cut.
         hold = policy.store if done else Plain()
         for depth, (one, share) in enumerate(zip(now.waiting, shares.unbind(1), strict=True)):
-            if not done and not one.exceeds(share):
+            if not done:
+                # What is merged into slots that go later would be lost: it waits for the last layer.
+                share = view.seen if policy.merges else one.due(share, view.seen)
+            if not done and bool((share == view.seen).all()):
                 continue
             stored = one.layer.padded()
             held = self._view(one.layer, stored, now.visible(one.layer.seen), point, None)
@@ -452,7 +456,7 @@ class CacheRun:
         if layer.index == next(iter(self._depth)):
             self._facts = self._facts.crop(layer.seen) if layer.seen else Facts()
             if not layer.seen:
-                self._ended = self._hidden = self._notes = None
+                self._ended = self._hidden = self._notes = self._pass = None
         self.report.layers[layer.index] = record(layer)
 
 

@@ -27,7 +27,12 @@ class Waiting:
     note: Tensor
     scored: Scored
 
-    def exceeds(self, share: Tensor) -> bool:
-        """Return whether a row holds an eighth more than `share` (int64 ``[B]``, slots a head), so that it is cut."""
-        rows = zip(self.layer.kept, share.tolist(), strict=True)
-        return any(_SLACK * sum(row) > (_SLACK + 1) * len(row) * most for row, most in rows)
+    def due(self, share: Tensor, seen: Tensor) -> Tensor:
+        """Return what each row is cut to, int64 ``[B]``: `share` where it holds an eighth more, else `seen`, to wait.
+
+        Args:
+            share: int64 ``[B]``, slots a head.
+            seen: int64 ``[B]``, no fewer than any head holds.
+        """
+        held = share.new_tensor([sum(row) for row in self.layer.kept])
+        return share.where(_SLACK * held > (_SLACK + 1) * len(self.layer.kept[0]) * share, seen)
