@@ -242,6 +242,15 @@ def test_what_no_folder_says_is_not_known() -> None:
     assert lacking([FULL, agnostic], [FULL, agnostic, SNAP]) == {"niah-single, query-aware": UNKNOWN}
 
 
+def test_a_share_that_protected_slots_take_whole_is_noted() -> None:
+    """Finch protects 32 slots, SnapKV 36, of a context of 200 tokens."""
+    found = [result(name, [1] * 8, budget=share) for share in (0.16, 0.18, 0.5) for name in ("finch", "snapkv")]
+    (table,) = tables([*found, FULL], asked=[])
+    says = "sinks and recent tokens take the whole budget, so that nothing is left to the score: "
+    (note,) = [note for note in notes(table) if note.startswith(says)]
+    assert sorted(note.removeprefix(says).split("; ")) == ["finch at 0.16", "snapkv at 0.16", "snapkv at 0.18"]
+
+
 def test_what_was_asked_for_comes_back_and_is_written_once(tmp_path: Path) -> None:
     cells = [one.cell for one in (FULL, ECO, MORE)]
     assert read_asked(tmp_path) == []

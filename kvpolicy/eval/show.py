@@ -74,6 +74,9 @@ def notes(table: Table) -> list[str]:
         if more and any(row.budget is None and row.scores[score].mean == 0 for row in table.rows):
             says = "the model cannot do this task, which says nothing of policies"
             found.append(f"{score} is 0 with the full cache: {says}")
+    if table.unscored:
+        rows = "; ".join(table.unscored)
+        found.append(f"sinks and recent tokens take the whole budget, so that nothing is left to the score: {rows}")
     if table.gaps is None:
         found.append("the folder does not say what was asked for: what is missing is not known")
     elif table.gaps:

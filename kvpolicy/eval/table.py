@@ -55,6 +55,7 @@ class Table:
         scores: what is measured, by name, and whether more is better; none where nothing is there yet.
         rows: by budget, the largest first; of one budget, the best first; none where nothing is there yet.
         gaps: what was asked for and is not there; None where nothing says what was asked for.
+        unscored: rows, in words, whose budget is a share of the context that protected slots take whole.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Table:
     scores: dict[str, bool]
     rows: list[Row]
     gaps: list[Gap] | None
+    unscored: Sequence[str] = ()
 
     @property
     def title(self) -> str:
@@ -147,7 +149,17 @@ def _filled(table: Table, groups: Sequence[tuple[str, Sequence[Result]]], baseli
     rows = [_row(name, group, scores, reference) for name, group in groups]
     first, more = next(iter(scores.items()))
     rows.sort(key=lambda row: (-_size(row.budget), row.scores[first].mean * (-1 if more else 1), row.policy))
-    return replace(table, scores=scores, rows=_with_front(rows, first, more))
+    unscored = [f"{name} at {group[0].cell.budget:g}" for name, group in groups if _protects_all(group[0].cell)]
+    return replace(table, scores=scores, rows=_with_front(rows, first, more), unscored=unscored)
+
+
+def _protects_all(cell: Cell) -> bool:
+    """Return whether a cell's budget is a share of the context, and no more than its selector's sinks and recent."""
+    select, share, length = cell.policy.get("select"), cell.budget, cell.task.get("length")
+    if not isinstance(share, float) or not isinstance(length, int) or not isinstance(select, dict):
+        return False
+    protects = [select.get(name) for name in ("sinks", "recent")]
+    return share * length <= sum(slots for slots in protects if isinstance(slots, int))
 
 
 def _row(
