@@ -292,3 +292,9 @@ def test_only_an_importance_is_inherited() -> None:
 def test_a_composition_is_called_after_its_parts() -> None:
     assert kvpolicy.load({"extends": ["ada-kv", "ecokv"]}).name == "ada-kv + ecokv"
     assert kvpolicy.load({"extends": "ada-kv"}).name == "ada-kv"
+
+
+def test_ablations_are_named_as_their_files() -> None:
+    found = sorted((Path(__file__).parents[1] / "benchmarks" / "ecokv_ablations").glob("*.yaml"))
+    assert len(found) > 5
+    assert [kvpolicy.load(path).name for path in found] == [path.stem for path in found]

@@ -292,6 +292,10 @@ def test_the_command_prints_what_the_functions_return(folder: Path, shape: Model
     ("arguments", "said"),
     [
         (("--budget", "512", "--context", "100"), "the budget holds the whole context: nothing is evicted"),
+        (
+            ("--policy", "cake", "--budget", "64", "--context", "100"),
+            "what 'cake' gives each layer depends on the text",
+        ),
         (("--budget", "512", "--context", "4000"), "made for 2,048 positions, fewer than the context has"),
         (("--budget", "32", "--gpu", "0.0001GB"), "are more than 0.0001GB holds"),
     ],

@@ -47,6 +47,11 @@ class _Answer:
         pairs = zip(self.full.layers, self.own.layers, strict=True)
         if not self.policy.trivial and all(kept.slots == whole.slots for whole, kept in pairs):
             notes.append("the budget holds the whole context: nothing is evicted")
+        if self.policy.across_layers:
+            name = self.policy.budget.layers.name
+            notes.append(
+                f"what '{name}' gives each layer depends on the text: layers are alike here, their sum is exact"
+            )
         longest = self.shape.longest
         if longest is not None and self.context > longest:
             notes.append(f"the model is made for {longest:,} positions, fewer than the context has")
