@@ -55,8 +55,6 @@ ROLES = ("importance", "diversity", "other")
 RESERVED = ("name", "needs", "role", "source", "formula", "stage")
 """What a plugin's class says of itself, and so can be no setting."""
 
-_OF_SHARES = ("note", "share", "needs")
-
 # A letter first: what YAML reads as a number begins with none.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _NOT_TEXT = ("true", "false", "null")
@@ -178,8 +176,8 @@ def fault(plugin: object, kind: str) -> str:
     if kind == "selector":
         missing = [f"`{part}`" for part in ("protects", "protect") if _said(plugin, part) is NOTHING]
         return f"it has no {' and no '.join(missing)} (see kvpolicy.plugin.Selector)" if missing else ""
-    if kind == "layers" and any(_said(plugin, part) is not NOTHING for part in _OF_SHARES):
-        missing = [f"`{part}`" for part in _OF_SHARES if _said(plugin, part) is NOTHING]
+    if kind == "layers" and _said(plugin, "note") is not NOTHING:
+        missing = [f"`{part}`" for part in ("share", "needs") if _said(plugin, part) is NOTHING]
         if missing:
             return f"it shares slots out but has no {' and no '.join(missing)} (see kvpolicy.plugin.SharedOut)"
         return _fault_of_needs(plugin)
