@@ -34,11 +34,11 @@ class CakeLayers:
         tau1: how little the dispersion matters.
         tau2: how little the shift matters. The authors chose both for each model and budget, from 0.4 to 2.3.
 
-    Two layers of which one prefers three times as many of 100 slots besides 10:
+    Two layers of which one prefers four times as many of 100 slots besides 10:
 
-    >>> notes = torch.tensor([[[[3.0, 1.0]], [[1.0, 1.0]]]])
+    >>> notes = torch.tensor([[[[4.0, 1.0]], [[1.0, 1.0]]]])
     >>> CakeLayers().share(notes, torch.tensor([60]), torch.tensor([999]), torch.tensor([10]), layers=2).tolist()
-    [[85, 35]]
+    [[90, 30]]
     """
 
     name = "cake"
@@ -93,14 +93,17 @@ class CakeLayers:
         dispersion, shift = notes.double().sum(2).unbind(-1)
         most = available - protected
         total = layers * (torch.minimum(tokens, available) - protected)
-        # In logarithms, by the largest: small exponents' powers would be beyond any number.
-        preference = dispersion.log() / self.tau1 + shift.log() / self.tau2
-        largest = preference.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)
-        parts = proportions(total, (preference - largest).exp(), most)
+        preference = _largest_is_one(dispersion) ** (1 / self.tau1) * _largest_is_one(shift) ** (1 / self.tau2)
+        parts = proportions(total, preference, most)
         if notes.shape[1] < layers:
             # One more than the part rounded down: what a fraction may still bring.
             return protected[:, None] + torch.minimum(parts.floor().long() + 1, most[:, None])
         return protected[:, None] + whole_slots(parts, total, most)
+
+
+def _largest_is_one(numbers: Tensor) -> Tensor:
+    """Return numbers ``[B, l]``, at least 0, over the largest of each row: no power of them is beyond what there is."""
+    return numbers / numbers.amax(-1, keepdim=True).clamp(min=torch.finfo(numbers.dtype).tiny)
 
 
 @hookimpl

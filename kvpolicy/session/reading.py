@@ -148,4 +148,7 @@ def _last(window: Window | None, count: int) -> Window | None:
     """Return the last `count` queries of a window, as a policy that needs no more would have recorded them."""
     if window is None or not count:
         return None
-    return Window(window.queries[:, :, -count:], window.positions[:, -count:])
+    if window.queries.shape[2] <= count:
+        return window
+    # A copy: a slice would hold all that was recorded for other policies.
+    return Window(window.queries[:, :, -count:].clone(), window.positions[:, -count:].clone())
