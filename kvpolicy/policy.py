@@ -6,6 +6,7 @@ score tree -> budget (how many, per layer and head) -> select (which) -> evicted
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -166,7 +167,8 @@ class Policy:
         """Whether kept slots change by what is evicted."""
         return not isinstance(self.evicted, Drop)
 
-    @property
+    # Once: each eviction asks, and a walk over the score tree takes as long as a small layer's scores.
+    @cached_property
     def across_heads(self) -> bool:
         """Whether the heads of a layer score together, or decide together how many slots each of them keeps."""
         return self._heads_compete or any(map(compares_heads, walk(self.score)))
@@ -175,7 +177,7 @@ class Policy:
     def _heads_compete(self) -> bool:
         return bool(getattr(self.budget.heads, "across_heads", True))
 
-    @property
+    @cached_property
     def across_layers(self) -> bool:
         """Whether a layer's budget depends on what other layers hold."""
         return isinstance(self.budget.layers, SharedOut)

@@ -590,3 +590,17 @@ def test_a_later_mask_that_hides_other_slots_than_the_padding_counts(hidden: lis
             forward(model, ids, cache, mask)
             found.append(forward(model, torch.tensor([[50]]), cache, later))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ecokv", "cake"])
+def test_no_eviction_walks_over_the_score_tree_to_know_who_competes(
+    model: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes as long as the scores of a small layer."""
+    policy, walks = kvpolicy.load(name, budget=40, decode={"every": 1}), []
+    cache = DynamicCache(config=model.config)
+    with policy.on(model):
+        forward(model, tokens(1, 60), cache, None)
+        monkeypatch.setattr("kvpolicy.policy.walk", lambda node: walks.append(node) or iter(()))
+        forward(model, tokens(1, 1), cache, None)
+    assert not walks
