@@ -276,16 +276,18 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_cut_and_merged_as_if_it_were_alone(name: str, way: str) -> None:
-    model, prompt = deep(dtype=torch.float64), ids(2, 90)
-    policy = kvpolicy.load(name, budget=40, **WAYS[way])
-    prompt[1, :40] = prompt[1, 40:80]
+    """The second row is shorter, and so its layers are cut at other times."""
+    model, prompt, more = deep(dtype=torch.float64), ids(2, 90), ids(1, 5, seed=3)
+    policy = kvpolicy.load(name, budget={"keep": 0.4}, **WAYS[way])
+    mask = torch.ones(2, 95, dtype=torch.int64)
+    mask[1, :40] = 0
     answers, held = [], []
     for rows in ([0, 1], [0], [1]):
         cache = DynamicCache(config=model.config)
         with policy.on(model):
-            oracle.forward(model, prompt[rows], cache, None)
+            oracle.forward(model, prompt[rows], cache, mask[rows, :90])
             held.append([layer.held for layer in cache.layers])
-            answers.append(oracle.forward(model, ids(1, 5, seed=3).expand(len(rows), -1), cache, None))
+            answers.append(oracle.forward(model, more.expand(len(rows), -1), cache, mask[rows]))
     assert held[0] == [[first[0], second[0]] for first, second in zip(*held[1:], strict=True)]
     torch.testing.assert_close(answers[0], torch.cat(answers[1:]), rtol=0, atol=1e-9)
 
