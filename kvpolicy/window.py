@@ -48,11 +48,8 @@ class Window:
             return self.joined, self.places
         came = torch.arange(self.start, self.start + len(self.later), device=self.places.device)
         places = torch.cat([self.places, came.expand(len(self.places), -1)], dim=1)
-        queries = torch.cat([self.joined, *self.later], dim=2)
-        if queries.shape[2] <= self.size:
-            return queries, places
-        # A copy: a slice would pin what it leaves out.
-        return queries[:, :, -self.size :].clone(), places[:, -self.size :].clone()
+        every = Window(torch.cat([self.joined, *self.later], dim=2), places).last(self.size)
+        return every.joined, every.places
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +67,13 @@ class Window:
     def whole(self) -> Window:
         """Return the same window in one piece."""
         return Window(self.queries, self.positions) if self.later else self
+
+    def last(self, count: int) -> Window:
+        """Return the window of the last `count` queries, which holds none of the others."""
+        if self.queries.shape[2] <= count:
+            return self
+        # A copy: a slice would pin what it leaves out.
+        return Window(self.queries[:, :, -count:].clone(), self.positions[:, -count:].clone())
 
     def take_rows(self, rows: Tensor) -> Window:
         """Return the window of the rows `rows` (int64), which may repeat."""

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from kvpolicy.attention import each_query, variance
-from kvpolicy.budgets.proportion import proportions, whole_slots
+from kvpolicy.budgets.proportion import at_most, proportions, whole_slots
 from kvpolicy.budgets.uniform import UniformLayers
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.plugin import settings
@@ -56,13 +56,7 @@ class CakeLayers:
         return Needs(queries=self.window, keys=True)
 
     def __call__(self, tokens: Tensor, available: Tensor, layers: int) -> Tensor:
-        """Return int64 ``[B, layers]``, all alike: nothing is known of the layers yet.
-
-        Args:
-            tokens: int64 ``[B]``, the budget in slots a KV head, mean over layers.
-            available: int64 ``[B]``, how many slots there are to keep.
-            layers: how many layers share the budget.
-        """
+        """Return int64 ``[B, layers]``, all alike: nothing is known of the layers yet."""
         return UniformLayers()(tokens, available, layers)
 
     def note(self, view: LayerView, scores: Tensor, tokens: Tensor) -> Tensor:
@@ -95,10 +89,8 @@ class CakeLayers:
         total = layers * (torch.minimum(tokens, available) - protected)
         preference = _largest_is_one(dispersion) ** (1 / self.tau1) * _largest_is_one(shift) ** (1 / self.tau2)
         parts = proportions(total, preference, most)
-        if notes.shape[1] < layers:
-            # One more than the part rounded down: what a fraction may still bring.
-            return protected[:, None] + torch.minimum(parts.floor().long() + 1, most[:, None])
-        return protected[:, None] + whole_slots(parts, total, most)
+        shares = at_most(parts, most) if notes.shape[1] < layers else whole_slots(parts, total, most)
+        return protected[:, None] + shares
 
 
 def _largest_is_one(numbers: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 from einops import rearrange
 from torch import Tensor
 
-from kvpolicy.budgets.proportion import proportions, whole_slots
+from kvpolicy.budgets.proportion import at_most, proportions, whole_slots
 from kvpolicy.budgets.uniform import UniformLayers
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.maths import ranks
@@ -46,13 +46,7 @@ class DynamicKVLayers:
     most: Annotated[float, Ge(1), Le(1000)] = 4
 
     def __call__(self, tokens: Tensor, available: Tensor, layers: int) -> Tensor:
-        """Return int64 ``[B, layers]``, all alike: nothing is known of the layers yet.
-
-        Args:
-            tokens: int64 ``[B]``, the budget in slots a KV head, mean over layers.
-            available: int64 ``[B]``, how many slots there are to keep.
-            layers: how many layers share the budget.
-        """
+        """Return int64 ``[B, layers]``, all alike: nothing is known of the layers yet."""
         return UniformLayers()(tokens, available, layers)
 
     def note(self, view: LayerView, scores: Tensor, tokens: Tensor) -> Tensor:
@@ -86,8 +80,7 @@ class DynamicKVLayers:
         best = ranks(entries) < heads * total[:, None]
         count = rearrange(best & (entries > -torch.inf), "b (l h n) -> b l (h n)", l=read, h=heads).sum(-1)
         if read < layers:
-            # One more than its part rounded down: what a fraction may still bring.
-            return protected[:, None] + torch.minimum(count // heads + 1, most[:, None])
+            return protected[:, None] + at_most(count.double() / heads, most)
         return protected[:, None] + whole_slots(proportions(total, count.double(), most), total, most)
 
     def _slots(self, mean: int) -> int:

@@ -38,6 +38,19 @@ def proportions(total: Tensor, weights: Tensor, most: Tensor) -> Tensor:
     return torch.minimum(parts, most[:, None].double())
 
 
+def at_most(parts: Tensor, most: Tensor) -> Tensor:
+    """Return what `whole_slots` can still make of `parts` that only fall, int64 ``[B, l]``: one more than rounded down.
+
+    Args:
+        parts: float64 ``[B, l]``.
+        most: int64 ``[B]``, of each layer.
+
+    >>> at_most(torch.tensor([[2.75, 5.0]]).double(), torch.tensor([5])).tolist()
+    [[3, 5]]
+    """
+    return torch.minimum(parts.floor().long() + 1, most[:, None])
+
+
 def whole_slots(parts: Tensor, total: Tensor, most: Tensor) -> Tensor:
     """Return `parts` rounded down, and what is missing to `total` to the first layers that have room, int64 ``[B, l]``.
 
@@ -55,4 +68,4 @@ def whole_slots(parts: Tensor, total: Tensor, most: Tensor) -> Tensor:
     return down + (room & (room.cumsum(-1) <= missing))
 
 
-__all__ = ["proportions", "whole_slots"]
+__all__ = ["at_most", "proportions", "whole_slots"]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpolicy.eval.cells import FORMAT, Cell, ResultError, as_line, digest, write_whole
+from kvpolicy.eval.cells import FORMAT, Cell, ResultError, as_line, digest, of_other_examples, write_whole
 from kvpolicy.eval.lines import damaged, read_lines
 
 PREFIX = "asked-"
@@ -32,7 +32,11 @@ def write_asked(cells: Sequence[Cell], folder: Path) -> None:
     """
     path = asked_path(cells, folder)
     before = [cell for other in _files(folder) if other != path for cell in _asked(other)]
-    _require_same_examples(cells, before, folder)
+    if unlike := of_other_examples([*before, *cells]):
+        raise ResultError(
+            f"{folder}: it is for other examples of {unlike[1].task['task']} than these: another text, tokenizer or "
+            "release of Python made them, or their file was another. Name another folder with --out"
+        )
     lines = [{"cell": dataclasses.asdict(cell)} for cell in cells]
     # One that is damaged is written again: its name says what it has to hold, in whatever order.
     if sorted(_read(path)) != sorted(map(as_line, lines)):
@@ -41,20 +45,6 @@ def write_asked(cells: Sequence[Cell], folder: Path) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{PREFIX}*.jsonl"))
-
-
-def _require_same_examples(cells: Sequence[Cell], before: Sequence[Cell], folder: Path) -> None:
-    made = {(_task(cell), cell.seed): cell.examples for cell in before}
-    for cell in cells:
-        if made.setdefault((_task(cell), cell.seed), cell.examples) != cell.examples:
-            raise ResultError(
-                f"{folder}: it is for other examples of {cell.task['task']} than these: another text, tokenizer or "
-                "release of Python made them, or their file was another. Name another folder with --out"
-            )
-
-
-def _task(cell: Cell) -> str:
-    return digest([cell.model, cell.weights, cell.task])
 
 
 def _read(path: Path) -> list[str]:

@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -79,6 +79,16 @@ def digest(value: object) -> str:
     """
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=dataclasses.asdict)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def of_other_examples(cells: Iterable[Cell]) -> tuple[Cell, Cell] | None:
+    """Return the first two cells of one model, task and seed whose examples differ, None where there are none."""
+    made: dict[str, Cell] = {}
+    for cell in cells:
+        other = made.setdefault(digest([cell.model, cell.weights, cell.task, cell.seed]), cell)
+        if other.examples != cell.examples:
+            return other, cell
+    return None
 
 
 def result_path(cell: Cell, folder: Path) -> Path:

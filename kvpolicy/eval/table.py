@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpolicy.errors import nearest
 from kvpolicy.eval.asked import PREFIX
-from kvpolicy.eval.cells import Cell, ResultError, digest
+from kvpolicy.eval.cells import Cell, ResultError, digest, of_other_examples
 from kvpolicy.eval.gaps import Gap, gaps
 from kvpolicy.eval.results import Result
 from kvpolicy.eval.statistics import Interval, interval
@@ -101,7 +101,7 @@ def tables(results: Sequence[Result], baseline: str | None = None, asked: Sequen
         groups.setdefault(key, []).append(cell)
     found = []
     for _, group in sorted(groups.items()):
-        _check_texts(group, there)
+        _require_one_text(group, there)
         modes = sorted({cell.mode for cell in group} - {"either"}) or ["either"]
         for mode in modes:
             of_mode = [cell for cell in group if cell.mode in (mode, "either")]
@@ -111,19 +111,16 @@ def tables(results: Sequence[Result], baseline: str | None = None, asked: Sequen
     return found
 
 
-def _check_texts(group: Iterable[Cell], there: Container[str]) -> None:
-    made: dict[int, Cell] = {}
-    for cell in group:
-        other = made.setdefault(cell.seed, cell)
-        if other.examples != cell.examples:
-            which = [f"{one.name}{'' if one.name in there else ' (asked for)'}" for one in (other, cell)]
-            unasked = (
-                "" if all(one.name in there for one in (other, cell)) else f", or remove the {PREFIX}*.jsonl of one"
-            )
-            raise ResultError(
-                f"results {' and '.join(which)}: expected the same examples of {other.task['task']}, got those of two "
-                f"texts, tokenizers or releases of Python: keep each in a folder of its own{unasked}"
-            )
+def _require_one_text(cells: Iterable[Cell], there: Container[str]) -> None:
+    unlike = of_other_examples(cells)
+    if unlike is None:
+        return
+    which = [f"{one.name}{'' if one.name in there else ' (asked for)'}" for one in unlike]
+    unasked = "" if all(one.name in there for one in unlike) else f", or remove the {PREFIX}*.jsonl of one"
+    raise ResultError(
+        f"results {' and '.join(which)}: expected the same examples of {unlike[0].task['task']}, got those of two "
+        f"texts, tokenizers or releases of Python: keep each in a folder of its own{unasked}"
+    )
 
 
 def _table(mode: str, cells: Sequence[Cell], there: Mapping[str, Result], baseline: str | None) -> Table:

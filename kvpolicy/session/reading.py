@@ -139,16 +139,11 @@ class Reading:
         cache = copy.copy(self._held.cache)
         cache.layers = [copy.copy(layer) for layer in cache.layers]
         for layer in evicting_layers(cache):
-            layer.owner, layer.window = run, _last(layer.window, policy.needs.queries)
+            layer.owner, layer.window = run, _recorded(layer.window, policy.needs.queries)
         run.settle(cache)
         return Context(policy, self._model, replace(self._held, cache=cache), aware=self._aware)
 
 
-def _last(window: Window | None, count: int) -> Window | None:
+def _recorded(window: Window | None, count: int) -> Window | None:
     """Return the last `count` queries of a window, as a policy that needs no more would have recorded them."""
-    if window is None or not count:
-        return None
-    if window.queries.shape[2] <= count:
-        return window
-    # A copy: a slice would hold all that was recorded for other policies.
-    return Window(window.queries[:, :, -count:].clone(), window.positions[:, -count:].clone())
+    return None if window is None or not count else window.last(count)

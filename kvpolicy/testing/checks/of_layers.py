@@ -16,7 +16,6 @@ from kvpolicy.scorers.key_norm import KeyNorm
 from kvpolicy.selectors.top_k import TopK
 from kvpolicy.testing.checks.tools import expect_on_device, expect_untouched
 from kvpolicy.testing.views import make_view
-from kvpolicy.types import LayerView
 
 LAYERS = (1, 2, 3, 12, 30)
 
@@ -109,13 +108,11 @@ def shares(budget: Any) -> None:
                 before = found
             for row in range(len(views[0].valid)):
                 single = [note[row : row + 1] for note in notes]
-                alone = policy.shared_slots(single, views[0].part(row, slice(None), _every(views[0])), len(views))
+                alone = policy.shared_slots(
+                    single, views[0].part(row, slice(None), torch.arange(views[0].slots)), len(views)
+                )
                 if before is not None and not torch.equal(alone[0], before[row]):
                     raise ConformanceError(
                         f"expected that a row gets the same alone and beside others in a batch, got "
                         f"{alone[0].tolist()} and {before[row].tolist()}"
                     )
-
-
-def _every(view: LayerView) -> Tensor:
-    return torch.arange(view.slots)
