@@ -340,10 +340,11 @@ Modalities = Annotated[tuple[Modality, ...], MinLen(1), BeforeValidator(_as_tupl
 """A field that holds one modality or more; a list in a policy file."""
 
 
-def child_fields(cls: type) -> list[str]:
+@functools.cache  # reading a class's annotations takes a hundred times as long as what asks for them
+def child_fields(cls: type) -> tuple[str, ...]:
     """Return the names of the `Score` and `Scores` fields of a plugin class."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return [name for name, hint in hints.items() if CHILD in getattr(hint, "__metadata__", ())]
+    return tuple(name for name, hint in hints.items() if CHILD in getattr(hint, "__metadata__", ()))
 
 
 def children(node: Node) -> dict[str, Node | tuple[Node, ...]]:

@@ -58,10 +58,12 @@ def cake(view: LayerView, window: int, kernel: int, gamma: float) -> Tensor:
 
 
 def preference(view: LayerView, row: int, own: CakeLayers) -> float:
-    """CAKE's, of one layer and row: over all query heads and what is not protected."""
+    """CAKE's, of one layer and row: over all query heads and what is before the window and not protected."""
     view, entropy, shift = last(view, own.window), [], []
+    begins = min(place for place in view.query_positions[row].tolist() if place >= 0)
     for h, g in itertools.product(range(view.kv_heads), range(view.group)):
-        found = logits(view, row, h, g).softmax(-1)[:, view.candidates[row, h, view.valid[row, h]]]
+        counted = (view.candidates & (view.positions < begins))[row, h, view.valid[row, h]]
+        found = logits(view, row, h, g).softmax(-1)[:, counted]
         entropy += [-a * math.log(a + 1e-10) for a in found.flatten().tolist()]
         shift += spread(found).tolist()
     return math.fsum(entropy) ** (1 / own.tau1) * math.fsum(shift) ** (1 / own.tau2)
@@ -134,9 +136,10 @@ def views_of(padding: str, seeds: range = range(LAYERS)) -> list[LayerView]:
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("mean", [40, 60, 90])
+@pytest.mark.parametrize("recent", [32, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_shares_are_those_of_a_twin(name: str, mean: int, padding: str) -> None:
-    policy = kvpolicy.load(name, budget=mean)
+def test_shares_are_those_of_a_twin(name: str, recent: int, mean: int, padding: str) -> None:
+    policy = kvpolicy.load({"extends": name, "name": "twin", "select": {"recent": recent}}, budget=mean)
     views = views_of(padding)
     got = [selection.lengths[:, 0] for selection in policy.plan(views)]
     tokens = torch.full((2,), mean)

@@ -24,7 +24,8 @@ class CakeLayers:
     """Beside the protected slots, layers keep in proportion to ``P = dispersion^(1/tau1) * shift^(1/tau2)``.
 
     The dispersion is the entropy of the window's attention, ``-sum A ln(A + 1e-10)``, and the shift the sum of its
-    variance over the queries, both over all query heads and all slots that are not protected. The layers read so far
+    variance over the queries, both over all query heads and all slots before the window that are not protected. The
+    authors protect the window; its own slots count nothing here where a policy protects fewer. The layers read so far
     share the budget of all; each gives up slots as others are read, so that together they never hold much more than it.
     Fractions go to the first layers. Where a layer would get more than there is, the others share the rest in
     proportion; the authors' code shares it evenly.
@@ -63,13 +64,14 @@ class CakeLayers:
         """Return each head's dispersion and shift, float32 ``[B, Hkv, 2]``.
 
         Args:
-            view: the slots; protected ones are valid and no candidates.
+            view: the slots; those protected are valid and no candidates.
             scores: not used: a layer's preference is that of its attention, whatever the score.
             tokens: not used.
         """
         attention, weights = each_query(view)
-        asked = (weights > 0)[:, :, None, :, None] & view.candidates[:, :, None, None]
-        shift = variance(attention, weights).where(view.candidates[:, :, None], 0).sum((-1, -2))
+        counted = view.candidates & (view.positions < _first(view.query_positions)[:, None, None])
+        asked = (weights > 0)[:, :, None, :, None] & counted[:, :, None, None]
+        shift = variance(attention, weights).where(counted[:, :, None], 0).sum((-1, -2))
         attention = attention.where(asked, 0)
         dispersion = -(attention * (attention + _TINY).log()).sum((-1, -2, -3))
         return torch.stack([dispersion.clamp(min=0), shift], dim=-1)
@@ -91,6 +93,11 @@ class CakeLayers:
         parts = proportions(total, preference, most)
         shares = at_most(parts, most) if notes.shape[1] < layers else whole_slots(parts, total, most)
         return protected[:, None] + shares
+
+
+def _first(query_positions: Tensor) -> Tensor:
+    """Return where the window of each row begins, int64 ``[B]``; a row has fewer queries where some are -1."""
+    return query_positions.where(query_positions >= 0, torch.iinfo(torch.int64).max).amin(-1)
 
 
 def _largest_is_one(numbers: Tensor) -> Tensor:
