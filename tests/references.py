@@ -23,6 +23,7 @@ from kvpolicy.budgets.dynamic_kv import DynamicKVLayers
 from kvpolicy.budgets.pyramid import PyramidLayers
 from kvpolicy.budgets.schedule import ScheduleLayers
 from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
+from kvpolicy.combiners.best_rank import BestRank
 from kvpolicy.combiners.caote import CAOTE
 from kvpolicy.combiners.critical_kv import CriticalKV
 from kvpolicy.combiners.fixed import Fixed
@@ -145,6 +146,10 @@ def snapkv(node: SnapKV, view: LayerView) -> Tensor:
     return scores
 
 
+def best_rank(node: BestRank, view: LayerView, inputs: list[Tensor]) -> Tensor:
+    return twins.best_rank(view, inputs, node.weights or [1.0] * len(inputs))
+
+
 def caote(node: CAOTE, view: LayerView, importance: Tensor) -> Tensor:
     return keys_values.caote(view, importance, node.fast)
 
@@ -201,6 +206,7 @@ def compared(node: Any, view: LayerView) -> Tensor:
 
 
 SCORES: dict[type, Callable[..., Tensor]] = {
+    BestRank: best_rank,
     CAOTE: caote,
     Cake: lambda node, view: across_layers.cake(view, node.window, node.kernel, node.gamma),
     CosineDiversity: lambda node, view: twins.cosine_diversity(view, vectors(node, view), view.candidates),

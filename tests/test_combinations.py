@@ -30,6 +30,7 @@ PLACES = {
 TABLE = {"scores": [[3.0, 1.0], [1.0, 1.0], [2.0, 0.0]]}
 CHILD = {"importance": {"type": "snapkv", "window": 8}}
 SETTINGS: dict[str, dict[str, Any]] = {
+    "best-rank": {"inputs": ["key-norm", "value-norm"]},
     "fixed": {"inputs": ["key-norm", "value-norm"]},
     "redundancy-adaptive": {**CHILD, "diversity": "cosine-diversity"},
     "caote": CHILD,

@@ -12,6 +12,7 @@ import twins
 from torch import Tensor
 from views import CASES, assert_close, change, make_view
 
+from kvpolicy.combiners.best_rank import BestRank
 from kvpolicy.combiners.fixed import Fixed
 from kvpolicy.combiners.redundancy_adaptive import RedundancyAdaptive
 from kvpolicy.errors import PluginError, SettingError
@@ -48,6 +49,31 @@ def test_fixed_equals_its_twin(case: str, how: str, over: str) -> None:
     size = max(float(want[view.candidates].abs().max()), 4.0)
     summed = view.slots * (view.kv_heads if over == "layer" else 1)
     assert_close(fixed(view, inputs=inputs), want, view.candidates, roundings=4 * summed + 16, size=size)
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 1.0, 1.0), (4.0, 1.0, 0.25)])
+@pytest.mark.parametrize("case", CASES)
+def test_best_rank_equals_its_twin(case: str, weights: tuple[float, ...] | None) -> None:
+    view = make_view(**CASES[case])
+    inputs = [some_scores(view, seed) for seed in range(3)]
+    got = BestRank(inputs=[Recency()] * 3, weights=weights)(view, inputs=inputs)
+    assert_close(got, twins.best_rank(view, inputs, weights or (1.0,) * 3), view.candidates, roundings=2)
+
+
+def test_best_rank_keeps_each_inputs_own_best() -> None:
+    view = LayerView(keys=torch.zeros(1, 1, 40, 2), values=torch.zeros(1, 1, 40, 2))
+    rising = torch.arange(40.0).view(1, 1, -1)
+    best = BestRank(inputs=[Recency(), KeyNorm()], weights=[3, 1])
+    # As different in scale as they may be: only their order counts.
+    kept = best(view, inputs=[rising * 1e-30, -rising * 1e30])[0, 0].topk(8).indices
+    assert sorted(kept.tolist()) == [0, 1, *range(34, 40)]
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [], [1.0, math.nan], [1.0, "2"]])
+def test_best_ranks_wrong_weights_are_refused(weights: list[Any]) -> None:
+    with pytest.raises(SettingError) as caught:
+        BestRank(inputs=[Recency(), KeyNorm()], weights=weights)
+    assert caught.value.problems[0][0][0] == "weights"
 
 
 def test_without_weights_all_count_alike() -> None:

@@ -45,6 +45,10 @@ SETTINGS: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"inputs": [KeyNorm(), ValueNorm()], "normalize": how, "over": "layer"}
         for how in ("min-max", "rank", "z-score", "match-importance")
     ],
+    ("combiner", "best-rank"): [
+        {"inputs": [KeyNorm(), ValueNorm()]},
+        {"inputs": [KeyNorm(), ValueNorm()], "weights": [4, 1]},
+    ],
     ("combiner", "redundancy-adaptive"): [
         {"importance": ValueNorm(), "diversity": CosineDiversity()},
         {"importance": ValueNorm(), "diversity": CosineDiversity(space="pre-rope"), "space": "pre-rope"},

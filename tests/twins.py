@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
@@ -164,6 +165,16 @@ def fixed(view: LayerView, inputs: list[Tensor], weights: list[float], how: str,
             scaled = [normalized(one, how) for one in lists]
         for i, place in enumerate(counted):
             scores[place] = math.fsum(w * one[i] for w, one in zip(weights, scaled, strict=True))
+    return scores
+
+
+def best_rank(view: LayerView, inputs: list[Tensor], weights: Sequence[float]) -> Tensor:
+    scores = blank(view)
+    for b, h in heads(view):
+        counted = slots(view.candidates[b, h])
+        for t in counted:
+            places = [1 + sum(float(one[b, h, u]) > float(one[b, h, t]) for u in counted) for one in inputs]
+            scores[b, h, t] = max(w / place for w, place in zip(weights, places, strict=True))
     return scores
 
 
