@@ -40,7 +40,7 @@ PROMPT, BUDGET, LAYERS = 96, 48, 6
 
 def spread(window: Tensor) -> Tensor:
     """The unbiased variance over queries, ``[n]`` of ``[W, n]``; 0 of one query."""
-    return window.var(0) if len(window) > 1 else torch.zeros_like(window[0])
+    return window.var(0) if len(window) > 1 and window.numel() else torch.zeros_like(window[0])
 
 
 def cake(view: LayerView, window: int, kernel: int, gamma: float) -> Tensor:
@@ -72,9 +72,9 @@ def preference(view: LayerView, row: int, own: CakeLayers) -> float:
 def shared(weights: list[Fraction], total: int, most: int) -> list[int]:
     """The heaviest layer first takes its part of what is left, or its most; what rounding leaves, the first ones."""
     parts, left, rest = [Fraction(0)] * len(weights), Fraction(total), sum(weights)
-    for layer in sorted(range(len(weights)), key=lambda layer: -weights[layer]):
-        open_ = sum(1 for other in weights if other <= weights[layer]) if not rest else 0
-        parts[layer] = min(Fraction(most), left * weights[layer] / rest if rest else left / open_)
+    for done, layer in enumerate(sorted(range(len(weights)), key=lambda layer: -weights[layer])):
+        alike = left / (len(weights) - done)
+        parts[layer] = min(Fraction(most), left * weights[layer] / rest if rest else alike)
         left, rest = left - parts[layer], rest - weights[layer]
     whole = [math.floor(part) for part in parts]
     for layer in range(len(weights)):

@@ -41,7 +41,7 @@ def dump_plugin(plugin: Any) -> dict[str, Any]:
     >>> dump_plugin(TopK(sinks=2))
     {'type': 'top-k', 'sinks': 2, 'recent': 8}
     """
-    below = child_fields(type(plugin))
+    below = child_fields(plugin.__class__)
     values: dict[str, Any] = {"type": plugin.name}
     for field in dataclasses.fields(plugin):
         value = getattr(plugin, field.name)

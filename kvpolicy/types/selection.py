@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import overload
 
 import torch
@@ -37,23 +38,28 @@ class Selection:
         """Return bool ``[B, Hkv, slots]``, True where a slot is kept."""
         batch, heads = self.lengths.shape
         mask = torch.zeros(batch * heads, slots, dtype=torch.bool, device=self.slots.device)
-        mask[self.owners(), self.slots] = True
+        mask[self.owners, self.slots] = True
         return mask.view(batch, heads, slots)
 
+    @cached_property
     def owners(self) -> Tensor:
-        """Return int64 ``[N]``: ``row * Hkv + head`` of each entry of `slots`."""
+        """int64 ``[N]``: ``row * Hkv + head`` of each entry of `slots`."""
         lengths = self.lengths.flatten()
         return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, head and slot of each entry of `slots`."""
+        heads = self.lengths.shape[1]
+        return self.owners // heads, self.owners % heads, self.slots
+
     def take(self, slots: Tensor) -> Tensor:
         """Return what the kept ones hold of `slots`, ``[B, Hkv, T, ...]``, packed: ``[N, ...]``."""
-        heads = self.lengths.shape[1]
-        owner = self.owners()
-        return slots[owner // heads, owner % heads, self.slots]
+        return slots[self._places]
 
     def of_heads(self, heads: int) -> Selection:
         """Return the selection of the first `heads` heads of each row alone."""
-        mine = self.owners() % self.lengths.shape[1] < heads
+        mine = self._places[1] < heads
         return Selection(slots=self.slots[mine], lengths=self.lengths[:, :heads], layer=self.layer)
 
     def __getitem__(self, row: int) -> tuple[Tensor, ...]:
