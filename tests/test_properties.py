@@ -240,7 +240,7 @@ def test_shipped_policies_do_not_care_for_padding_and_batch_mates(name: str) -> 
 
 def test_the_shipped_policies_are_these() -> None:
     laid = [f"{ours}-{base}" for ours in ("ecokv", "ecokv-values") for base in ("snapkv", "ada-kv", "pyramidkv")]
-    ours = ["ecokv", "ecokv-values", "ecokv-pre-rope"]
+    ours = ["ecokv", "ecokv-values", "ecokv-pre-rope", "near-and-far"]
     plain = ["full", "random", "streaming-llm", "key-norm", "key-diff", "snapkv", "snapkv-w8", "ada-kv", "pyramidkv"]
     attention = ["h2o", "tova", "scissorhands", "keyformer", "non-causal-attention", "expected-attention"]
     vectors = ["lag-kv", "leverage", "cur-dkv", "manifold-kv", "manifold-kv-windowed"]
