@@ -69,7 +69,15 @@ def test_best_rank_keeps_each_inputs_own_best() -> None:
     assert sorted(kept.tolist()) == [0, 1, *range(34, 40)]
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [], [1.0, math.nan], [1.0, "2"]])
+def test_a_constant_input_has_no_best() -> None:
+    view = make_view(sinks=1, padding="ragged")
+    first = some_scores(view, 1)
+    best = BestRank(inputs=[Recency(), KeyNorm()])
+    both = best(view, inputs=[first, torch.full_like(first, 3.0)])[view.candidates]
+    assert torch.equal(both, BestRank(inputs=[Recency()])(view, inputs=[first])[view.candidates])
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [], [1.0, math.nan], [1.0, "2"], [1.0, 1e39]])
 def test_best_ranks_wrong_weights_are_refused(weights: list[Any]) -> None:
     with pytest.raises(SettingError) as caught:
         BestRank(inputs=[Recency(), KeyNorm()], weights=weights)

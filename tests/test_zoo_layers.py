@@ -58,11 +58,15 @@ def cake(view: LayerView, window: int, kernel: int, gamma: float) -> Tensor:
 
 
 def preference(view: LayerView, row: int, own: CakeLayers) -> float:
-    """CAKE's, of one layer and row: over all query heads and what is before the window and not protected."""
+    """CAKE's, of one layer and row: over all query heads and what is not protected, before the window if it can be."""
     view, entropy, shift = last(view, own.window), [], []
     begins = min(place for place in view.query_positions[row].tolist() if place >= 0)
     for h, g in itertools.product(range(view.kv_heads), range(view.group)):
-        counted = (view.candidates & (view.positions < begins))[row, h, view.valid[row, h]]
+        before = [t for t in slots(view.candidates[row, h]) if int(view.positions[row, h, t]) < begins]
+        counted = view.candidates[row, h].clone()
+        if len(before) >= own.window:
+            counted = torch.zeros_like(counted).index_fill(0, torch.tensor(before), True)
+        counted = counted[view.valid[row, h]]
         found = logits(view, row, h, g).softmax(-1)[:, counted]
         entropy += [-a * math.log(a + 1e-10) for a in found.flatten().tolist()]
         shift += spread(found).tolist()
@@ -425,3 +429,16 @@ def test_a_budget_that_shares_by_halves_is_no_plugin() -> None:
 
     with pytest.raises(PluginError, match="shares slots out but has no `share`"), kvpolicy.register(Half):
         pass
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_chunks_starve_no_layer(seed: int) -> None:
+    policy = kvpolicy.load({"extends": "near-and-far", "name": "chunks", "prefill": "chunks"}, budget=24)
+    model, cache = deep(), DynamicCache()
+    with policy.on(model) as run, run.prompt():
+        for chunk in ids(length=640, seed=seed).split(32, dim=1):
+            oracle.forward(model, chunk, cache, None)
+    kept = [layer["kept"][0][0] for layer in run.report.to_dict()["layers"]]
+    # As many as are protected, and a layer would never be given any again.
+    assert min(kept) > policy.select.protects
+    assert sum(kept) == LAYERS * 24

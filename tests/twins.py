@@ -173,7 +173,7 @@ def best_rank(view: LayerView, inputs: list[Tensor], weights: Sequence[float]) -
     for b, h in heads(view):
         counted = slots(view.candidates[b, h])
         for t in counted:
-            places = [1 + sum(float(one[b, h, u]) > float(one[b, h, t]) for u in counted) for one in inputs]
+            places = [sum(float(one[b, h, u]) >= float(one[b, h, t]) for u in counted) for one in inputs]
             scores[b, h, t] = max(w / place for w, place in zip(weights, places, strict=True))
     return scores
 

@@ -25,8 +25,9 @@ class CakeLayers:
 
     The dispersion is the entropy of the window's attention, ``-sum A ln(A + 1e-10)``, and the shift the sum of its
     variance over the queries, both over all query heads and all slots before the window that are not protected. The
-    authors protect the window; its own slots count nothing here where a policy protects fewer. The layers read so far
-    share the budget of all; each gives up slots as others are read, so that together they never hold much more than it.
+    authors protect the window; its own slots count nothing here where a policy protects fewer, unless a head holds
+    fewer than `window` others: then all that are not protected count. The layers read so far share the budget of all;
+    each gives up slots as others are read, so that together they never hold much more than it.
     Fractions go to the first layers. Where a layer would get more than there is, the others share the rest in
     proportion; the authors' code shares it evenly.
 
@@ -69,7 +70,9 @@ class CakeLayers:
             tokens: not used.
         """
         attention, weights = each_query(view)
-        counted = view.candidates & (view.positions < _first(view.query_positions)[:, None, None])
+        before = view.candidates & (view.positions < _first(view.query_positions)[:, None, None])
+        # A few slots say little, and a layer that holds none would never be given any again.
+        counted = torch.where(before.sum(-1, keepdim=True) < self.window, view.candidates, before)
         asked = (weights > 0)[:, :, None, :, None] & counted[:, :, None, None]
         shift = variance(attention, weights).where(counted[:, :, None], 0).sum((-1, -2))
         attention = attention.where(asked, 0)

@@ -20,14 +20,15 @@ class BestRank:
 
     A sum asks whether a slot is good enough in all inputs together; here it is enough to be among the best of one. Of
     the slots kept, each input names about as many as its weight says, and what two of them name leaves room for more.
-    Scores need no common scale, as only their order counts. Equal scores share the better place.
+    Scores need no common scale, as only their order counts: heads that compete by it are nearly alike. Equal scores
+    share the last of their places, so that a constant input names none.
 
     Args:
         inputs: one score or more.
-        weights: one number above 0 for each input; without them, 1 each.
+        weights: one number from 1e-9 to 1e9 for each input; without them, 1 each.
 
     Raises:
-        SettingError: when there are not as many weights as inputs.
+        SettingError: when there are not as many weights as inputs, or one is out of range.
 
     The second slot is the best of the first input, the third of the other one, which weighs half as much:
 
@@ -43,7 +44,7 @@ class BestRank:
 
     name = "best-rank"
     source = "kvpolicy"
-    formula = "max_m w_m / (1 + how many candidates score higher in s_m)"
+    formula = "max_m w_m / how many candidates score as high in s_m, or higher"
     cost = "time O(n log n), memory O(n), for each input"
     needs = Needs()
     inputs: Annotated[Scores, MinLen(1)]
@@ -51,8 +52,10 @@ class BestRank:
 
     def __post_init__(self) -> None:
         weights = self.weights
-        if weights is not None and (len(weights) != len(self.inputs) or min(weights) <= 0):
-            message = f"expected one weight above 0 for each of {len(self.inputs)} inputs"
+        if weights is not None and not (
+            len(weights) == len(self.inputs) and all(1e-9 <= weight <= 1e9 for weight in weights)
+        ):
+            message = f"expected one weight from 1e-9 to 1e9 for each of {len(self.inputs)} inputs"
             raise SettingError(self.name, [(("weights",), "value_error", message, list(weights))])
 
     def __call__(self, view: LayerView, *, inputs: list[Tensor]) -> Tensor:
@@ -70,11 +73,11 @@ class BestRank:
 
 
 def _place(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return float32 ``[B, Hkv, T]``: 1 of the best slots of `mask`, and one more for each that scores higher."""
-    # A float32 counts to 2^24; ascending, with what is no candidate in front.
+    """Return float32 ``[B, Hkv, T]``: how many slots of `mask` score as high as each, itself counted, or higher."""
+    # What is no candidate comes first, and is not counted.
     ascending = scores.where(mask, -torch.inf).sort(-1).values
-    not_higher = torch.searchsorted(ascending, scores.where(mask, torch.inf).contiguous(), right=True)
-    return (scores.shape[-1] - not_higher + 1).float()
+    lower = torch.searchsorted(ascending, scores.where(mask, 0).contiguous())
+    return (scores.shape[-1] - lower).clamp(min=1).float()
 
 
 @hookimpl
