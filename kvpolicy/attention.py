@@ -89,18 +89,10 @@ def pooled(attention: Tensor, view: LayerView, kernel: int, pooling: str = "avg"
     """
     attention = attention.where(view.candidates[:, :, None], 0)
     # Slots that are no slots are no neighbours either: padding between two turns goes to the end first.
-    place = _valid_first(view.valid)[:, :, None].expand_as(attention)
-    in_line = torch.empty_like(attention).scatter_(-1, place, attention)
+    order = (~view.valid).int().argsort(dim=-1, stable=True)[:, :, None].expand_as(attention)
     pool = avg_pool1d if pooling == "avg" else max_pool1d
-    found: Tensor = pool(in_line.flatten(0, 1), kernel, stride=1, padding=kernel // 2)
-    return found.view(attention.shape).gather(-1, place).mean(2)
-
-
-def _valid_first(valid: Tensor) -> Tensor:
-    """Return where each slot stands once the valid ones are in front, int64 ``[B, Hkv, T]``; both kinds in order."""
-    so_far = valid.cumsum(-1)
-    slots = torch.arange(valid.shape[-1], device=valid.device)
-    return (so_far - 1).where(valid, so_far[..., -1:] + slots - so_far)
+    found: Tensor = pool(attention.gather(-1, order).flatten(0, 1), kernel, stride=1, padding=kernel // 2)
+    return torch.empty_like(attention).scatter_(-1, order, found.view(attention.shape)).mean(2)
 
 
 __all__ = ["LIMIT", "each_query", "pooled", "variance", "window_attention"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class KVPolicyError(Exception):
@@ -95,6 +95,13 @@ class UnsupportedVersionError(KVPolicyError, ImportError):
 
 class MissingModelError(KVPolicyError, ValueError):
     """A model's files or the package that carries them are not there."""
+
+
+def check_weights(owner: str, weights: Sequence[float] | None, inputs: Sequence[object]) -> None:
+    """Raise a `SettingError` of `owner` where there are weights, but not one for each of its `inputs`."""
+    if weights is not None and len(weights) != len(inputs):
+        message = f"expected one weight for each of {len(inputs)} inputs"
+        raise SettingError(owner, [(("weights",), "value_error", message, list(weights))])
 
 
 def not_installed(what: str, package: str, extra: str) -> str:

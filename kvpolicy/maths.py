@@ -58,6 +58,16 @@ def ranks(scores: Tensor) -> Tensor:
     )
 
 
+def lower(scores: Tensor, mask: Tensor) -> Tensor:
+    """Return int64 ``[B, Hkv, T]``: how many True slots of `mask` score lower than each slot.
+
+    >>> lower(torch.tensor([[[2.0, 1.0, 2.0, 9.0]]]), torch.tensor([[[True, True, True, False]]]))[..., :3].tolist()
+    [[[1, 0, 1]]]
+    """
+    ascending = scores.where(mask, torch.inf).sort(-1).values
+    return torch.searchsorted(ascending, scores.contiguous())
+
+
 def newest(mask: Tensor, count: Tensor | int) -> Tensor:
     """Return the last `count` True slots of each head of `mask`, bool ``[B, Hkv, T]``; all of them where it has fewer.
 

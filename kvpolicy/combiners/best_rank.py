@@ -8,8 +8,9 @@ import torch
 from annotated_types import MinLen
 from torch import Tensor
 
-from kvpolicy.errors import SettingError
+from kvpolicy.errors import SettingError, check_weights
 from kvpolicy.hookspecs import hookimpl
+from kvpolicy.maths import lower
 from kvpolicy.plugin import Numbers, Scores, settings
 from kvpolicy.types import LayerView, Needs
 
@@ -51,12 +52,11 @@ class BestRank:
     weights: Annotated[Numbers, MinLen(1)] | None = None
 
     def __post_init__(self) -> None:
-        weights = self.weights
-        if weights is not None and not (
-            len(weights) == len(self.inputs) and all(1e-9 <= weight <= 1e9 for weight in weights)
-        ):
-            message = f"expected one weight from 1e-9 to 1e9 for each of {len(self.inputs)} inputs"
-            raise SettingError(self.name, [(("weights",), "value_error", message, list(weights))])
+        check_weights(self.name, self.weights, self.inputs)
+        for at, weight in enumerate(self.weights or ()):
+            if not 1e-9 <= weight <= 1e9:
+                message = "expected a number from 1e-9 to 1e9"
+                raise SettingError(self.name, [(("weights", at), "value_error", message, weight)])
 
     def __call__(self, view: LayerView, *, inputs: list[Tensor]) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, above 0, higher means keep.
@@ -74,10 +74,8 @@ class BestRank:
 
 def _place(scores: Tensor, mask: Tensor) -> Tensor:
     """Return float32 ``[B, Hkv, T]``: how many slots of `mask` score as high as each, itself counted, or higher."""
-    # What is no candidate comes first, and is not counted.
-    ascending = scores.where(mask, -torch.inf).sort(-1).values
-    lower = torch.searchsorted(ascending, scores.where(mask, 0).contiguous())
-    return (scores.shape[-1] - lower).clamp(min=1).float()
+    # What is no candidate may come out at 0, which nothing is divided by.
+    return (mask.sum(-1, keepdim=True) - lower(scores, mask)).clamp(min=1).float()
 
 
 @hookimpl

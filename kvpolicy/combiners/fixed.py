@@ -9,9 +9,9 @@ from annotated_types import MinLen
 from einops import rearrange
 from torch import Tensor
 
-from kvpolicy.errors import SettingError
+from kvpolicy.errors import check_weights
 from kvpolicy.hookspecs import hookimpl
-from kvpolicy.maths import from_zero, masked_mean, match_mean, min_max
+from kvpolicy.maths import from_zero, lower, masked_mean, match_mean, min_max
 from kvpolicy.plugin import Numbers, Scores, settings
 from kvpolicy.types import LayerView, Needs
 
@@ -61,9 +61,7 @@ class Fixed:
     over: Literal["head", "layer"] = "head"
 
     def __post_init__(self) -> None:
-        if self.weights is not None and len(self.weights) != len(self.inputs):
-            message = f"expected one weight for each of {len(self.inputs)} inputs"
-            raise SettingError(self.name, [(("weights",), "value_error", message, list(self.weights))])
+        check_weights(self.name, self.weights, self.inputs)
 
     @property
     def across_heads(self) -> bool:
@@ -101,9 +99,7 @@ def _as_one_head(slots: Tensor) -> Tensor:
 
 
 def _rank(scores: Tensor, mask: Tensor) -> Tensor:
-    ascending = scores.where(mask, torch.inf).sort(-1).values
-    lower = torch.searchsorted(ascending, scores.contiguous())
-    return lower.float() / (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
+    return lower(scores, mask).float() / (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
 
 
 def _z_score(scores: Tensor, mask: Tensor) -> Tensor:
