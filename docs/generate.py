@@ -153,7 +153,7 @@ def _passes(name: str) -> str:
     try:
         kvpolicy.load(name, prefill="chunks", decode={"every": 64})
     except PolicyFileError:
-        return "a prompt read in one pass"
+        return "a prompt read in one pass" if kvpolicy.load(name).needs.call else "whole prompts"
     return "prompts, chunks, decoding"
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpolicy.registering import register
     from kvpolicy.session.context import Context, load_context
     from kvpolicy.session.reading import Reading, read
-    from kvpolicy.types import Call, LayerView, Merged, Needs, Plan, Selection
+    from kvpolicy.types import Call, LayerView, Merged, Needs, Plan, Repetition, Selection
     from kvpolicy.wrap import wrap_score
 
 _HOME = {
@@ -44,6 +44,7 @@ _HOME = {
     "Merged": "types",
     "Needs": "types",
     "Plan": "types",
+    "Repetition": "types",
     "Selection": "types",
     "wrap_score": "wrap",
 }
@@ -64,6 +65,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Reading",
+    "Repetition",
     "Score",
     "Scores",
     "Selection",

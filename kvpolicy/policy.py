@@ -136,24 +136,33 @@ class Policy:
         if self.budget.tokens is not None and self.decode is not None and self.decode.grace > self.budget.tokens:
             message = f"expected at most the budget of {self.budget.tokens}"
             raise SettingError(self.name, [(("decode", "grace"), "value_error", message, self.decode.grace)])
-        if self.decode is not None:
-            self._require_no_call("decode", "expected none", self.decode)
-        if self.prefill == "chunks":
-            self._require_no_call("prefill", "expected 'whole'", self.prefill)
+        # Asked here, it says here what its parts cannot need together.
+        if self.needs.call or self.needs.repetition:
+            self._require_prompt_alone()
         if getattr(self.budget.heads, "by", "score") == "importance" and importance_of(self.score) is None:
             message = f"expected a score with an importance, which '{self.score.name}' has not"
             raise SettingError(self.name, [(("budget", "heads", "by"), "value_error", message, "importance")])
 
-    def _require_no_call(self, setting: str, expected: str, found: object) -> None:
-        reader = next((node for node in (*walk(self.score), self.evicted) if node.needs.call), None)
-        if reader is not None:
-            why = f"with {reader!r}, which needs what the attention module is called with, there in one pass alone"
-            raise SettingError(self.name, [((setting,), "value_error", f"{expected} {why}", found)])
+    def _require_prompt_alone(self) -> None:
+        """Raise where the policy evicts from anything but a whole prompt."""
+        nodes = (*walk(self.score), self.evicted)
+        reader = next(node for node in nodes if node.needs.call or node.needs.repetition)
+        alone = Needs(call=reader.needs.call, repetition=reader.needs.repetition).words
+        why = f"with {reader!r}, which needs {alone}, there for a whole prompt alone"
+        if self.decode is not None:
+            raise SettingError(self.name, [(("decode",), "value_error", f"expected none {why}", self.decode)])
+        if self.prefill == "chunks":
+            raise SettingError(self.name, [(("prefill",), "value_error", f"expected 'whole' {why}", self.prefill)])
 
     @property
     def trivial(self) -> bool:
         """Whether the policy keeps everything as it is."""
         return self.budget.keep == 1 and isinstance(self.store, Plain)
+
+    @cached_property
+    def late(self) -> bool:
+        """Whether it decides only once all of a prompt has been read, in every layer."""
+        return self.needs.late and not self.trivial
 
     @property
     def needs(self) -> Needs:

@@ -41,6 +41,7 @@ from kvpolicy.scorers.h2o import H2O
 from kvpolicy.scorers.key_diff import KeyDiff
 from kvpolicy.scorers.key_norm import KeyNorm
 from kvpolicy.scorers.keyformer import Keyformer
+from kvpolicy.scorers.kvzip import KVzip
 from kvpolicy.scorers.lag_kv import LagKV
 from kvpolicy.scorers.leverage import Leverage
 from kvpolicy.scorers.manifold_kv import ManifoldKV
@@ -217,6 +218,7 @@ SCORES: dict[type, Callable[..., Tensor]] = {
     Finch: lambda node, view: attention.finch(attention.last(view, node.window)),
     H2O: lambda node, view: attention.h2o(view, node.accumulate),
     KeyDiff: lambda node, view: twins.cosine_diversity(view, view.keys, view.valid),
+    KVzip: lambda node, view: view.repetition.double(),
     KeyNorm: lambda node, view: twins.norm(view, view.keys, -1),
     Keyformer: lambda node, view: attention.keyformer(view, node.tau_init, node.seed),
     LagKV: lambda node, view: keys_values.lag_kv(view, node.lag, node.sinks, node.cross),

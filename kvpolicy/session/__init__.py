@@ -33,6 +33,7 @@ from kvpolicy.session.facts import BeforeRope
 from kvpolicy.session.layers import evictable_layers, evicting_layers, prepare, take_over, why_not
 from kvpolicy.session.modality import ModalityWatch
 from kvpolicy.session.parallel import head_group
+from kvpolicy.session.repetition import Repeater
 from kvpolicy.session.run import CacheRun, run_of
 from kvpolicy.session.watch import Watch
 from kvpolicy.session.when import Prompt
@@ -75,6 +76,9 @@ class Session(Bound):
         self._calls: dict[int, CallWatch] = {}
         if policy.needs.call and not policy.trivial:
             self._calls = {id(one): CallWatch(one, evictable_layers(one.config)) for one in self._decoders}
+        self._repeaters: dict[int, Repeater] = {}
+        if policy.needs.repetition is not None and not policy.trivial:
+            self._repeaters = {id(one): Repeater(one, policy.needs.repetition) for one in self._decoders}
         self._now = _Now()
         self._entered = 0
         self._hooks: list[RemovableHandle] = []
@@ -189,7 +193,7 @@ class Session(Bound):
         run = self._run_of(cache, decoder)
         if run is not None:
             modality = None if self._modality is None else self._modality.of_pass(given)
-            run.begin(cache, given.get("attention_mask"), self._now.prompt, modality)
+            run.begin(cache, given.get("attention_mask"), self._now.prompt, modality, given)
             # Also of a cache that was copied, or taken up again.
             self.report = run.report
             # A cache belongs to the outermost block that has read into it.
@@ -198,9 +202,10 @@ class Session(Bound):
         return args, kwargs
 
     def _after(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        run = run_of(cache_in(arguments(decoder, args, kwargs)))
-        if run is not None and run.owner is self:
-            run.finish()
+        cache = cache_in(arguments(decoder, args, kwargs))
+        run = run_of(cache)
+        if run is not None and run.owner is self and run.finish():
+            run.settle(cache)
 
     def _run_of(self, cache: Any, decoder: PreTrainedModel) -> CacheRun | None:
         run = run_of(cache)
@@ -216,7 +221,7 @@ class Session(Bound):
             self.cannot_act("it has no full-attention layer to evict from")
             return None
         before_rope, calls = self._before_rope.get(id(decoder)), self._calls.get(id(decoder))
-        run = CacheRun(self.policy, evictable, self, before_rope, calls)
+        run = CacheRun(self.policy, evictable, self, before_rope, calls, self._repeaters.get(id(decoder)))
         take_over(cache, evictable, run)
         run.report.left_alone = [index for index in range(len(cache.layers)) if index not in evictable]
         return run

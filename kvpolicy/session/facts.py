@@ -14,31 +14,67 @@ from kvpolicy.rotary import RotaryRecord, RotaryRecorder, find_rotations, unrota
 
 
 @dataclass(frozen=True)
+class Text:
+    """Tokens as the model was given them.
+
+    Args:
+        ids: int64 ``[B, q]``.
+        positions: int64 ``[B, q]``; None where the model counts by itself.
+    """
+
+    ids: Tensor
+    positions: Tensor | None
+
+    def join(self, other: Text) -> Text:
+        """Return these tokens and `other` behind them."""
+        both = None
+        if self.positions is not None and other.positions is not None:
+            both = torch.cat([self.positions, other.positions], dim=1)
+        return Text(torch.cat([self.ids, other.ids], dim=1), both)
+
+    def take_rows(self, rows: Tensor) -> Text:
+        """Return the batch rows `rows` (int64), which may repeat."""
+        rows = rows.to(self.ids.device)
+        return Text(self.ids[rows], None if self.positions is None else self.positions[rows])
+
+    def crop(self, count: int) -> Text:
+        """Return the first `count` tokens."""
+        return Text(self.ids[:, :count], None if self.positions is None else self.positions[:, :count])
+
+
+@dataclass(frozen=True)
 class Facts:
     """By token of the sequence; a value, so that copies of a cache share it safely.
 
     Args:
         rotary: at which positions each was rotated.
         modality: int8 ``[B, seen]``, what each is; None where no policy asks.
+        text: those of the prompt; None where no policy asks.
     """
 
     rotary: RotaryRecord = field(default_factory=RotaryRecord)
     modality: Tensor | None = None
+    text: Text | None = None
 
-    def extended(self, modality: Tensor | None) -> Facts:
-        """Return the facts with what the tokens of a pass are, int8 ``[B, q]``, behind the others."""
+    def extended(self, modality: Tensor | None, text: Text | None) -> Facts:
+        """Return the facts with those of a pass behind them: what its tokens are, int8 ``[B, q]``, and its text."""
         if modality is not None and self.modality is not None:
             modality = torch.cat([self.modality, modality], dim=1)
-        return replace(self, modality=modality)
+        if text is not None and self.text is not None:
+            text = self.text.join(text)
+        return replace(self, modality=modality, text=text or self.text)
 
     def take_rows(self, rows: Tensor) -> Facts:
         """Return the facts of the batch rows `rows` (int64), which may repeat."""
         modality = None if self.modality is None else self.modality[rows.to(self.modality.device)]
-        return Facts(self.rotary.take_rows(rows), modality)
+        text = None if self.text is None else self.text.take_rows(rows)
+        return Facts(self.rotary.take_rows(rows), modality, text)
 
     def crop(self, count: int) -> Facts:
         """Return the facts of the first `count` tokens."""
-        return Facts(self.rotary.crop(count), None if self.modality is None else self.modality[:, :count])
+        modality = None if self.modality is None else self.modality[:, :count]
+        text = None if self.text is None else self.text.crop(count)
+        return Facts(self.rotary.crop(count), modality, text)
 
 
 class BeforeRope:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.capture import visible_columns
 from kvpolicy.report import LayerRecord
+from kvpolicy.session.facts import Text
 from kvpolicy.session.waiting import Waiting
 from kvpolicy.session.when import Prompt
 from kvpolicy.step import Left
@@ -23,9 +24,11 @@ class Pass:
         mask: the model's attention mask.
         prompt: what is known of the prompt it belongs to.
         modality: int8 ``[B, q]``, what each of its tokens is, where the policy needs it.
+        text: its tokens, where the policy needs them.
         new: its tokens; None before its first layer.
         decoding: whether it comes after the prompt.
         point: tokens seen when it evicts, None where it does not.
+        ends: whether it reads the end of a prompt that is evicted from once all layers have read it.
         budgets: int64 ``[B, layers]``, once known.
         left: by layer, what is left of the slots, where the pass goes on after it evicts.
         pending: layers that have cached its tokens and not yet attended to them.
@@ -36,9 +39,11 @@ class Pass:
     mask: Any
     prompt: Prompt
     modality: Tensor | None = None
+    text: Text | None = None
     new: int | None = None
     decoding: bool = False
     point: int | None = None
+    ends: bool = False
     budgets: Tensor | None = None
     left: dict[int, Left] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)

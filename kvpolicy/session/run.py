@@ -21,6 +21,7 @@ from kvpolicy.session.keep import Scored, keep
 from kvpolicy.session.layers import evicting_layers, lengths
 from kvpolicy.session.parallel import HeadGroup
 from kvpolicy.session.passes import Pass, record
+from kvpolicy.session.repetition import Repeater
 from kvpolicy.session.waiting import Waiting
 from kvpolicy.session.when import Prompt, eviction_point, reads, unread
 from kvpolicy.step import Attended, Left, forget
@@ -57,6 +58,7 @@ class CacheRun:
         owner: the session it belongs to.
         before_rope: takes keys back to before RoPE, where the policy needs it.
         calls: reads what attention modules are called with, where the policy needs it.
+        repeat: has the model repeat the prompt, where the policy needs it.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class CacheRun:
         owner: RunOwner,
         before_rope: BeforeRope | None = None,
         calls: CallWatch | None = None,
+        repeat: Repeater | None = None,
     ) -> None:
         self.policy = policy
         # Once: a walk over the score tree for each token and layer is a tenth of a small model's decoding.
         self._window = policy.needs.queries
         self._before_rope = before_rope
         self._calls = calls
+        self._repeat = repeat
         self._facts = Facts()
         self.owner = owner
         self.report = Report(policy.name, {index: LayerRecord(index) for index in evictable}, peers=owner.peers)
@@ -85,12 +89,14 @@ class CacheRun:
         self._hidden: Tensor | None = None
         # What the prompt has said of each layer, float32 [B, layers, Hkv, n], where layers share their slots out.
         self._notes: Tensor | None = None
+        # By layer, float32 [B, Hkv, seen]: what a repetition of the prompt attended to, until the layer has evicted.
+        self._repeated: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> CacheRun:
         if self._read is not None:
             raise InactiveSessionError("this cache is in the midst of a prompt: copy it once the prompt is read")
         # A copied cache has tensors of its own, and the same session.
-        copied = CacheRun(self.policy, list(self._depth), self.owner, self._before_rope, self._calls)
+        copied = CacheRun(self.policy, list(self._depth), self.owner, self._before_rope, self._calls, self._repeat)
         copied._facts = self._facts
         copied._hidden = self._hidden
         copied._notes = self._notes
@@ -117,7 +123,7 @@ class CacheRun:
         self.owner, self._ended = owner, ended
         # Only an eviction asks.
         self._before_rope = None if self.policy.decode is None else before_rope
-        self._calls = None
+        self._calls = self._repeat = None
 
     def state(self) -> State:
         """Return what later passes need to know of the tokens seen.
@@ -146,7 +152,7 @@ class CacheRun:
         self._notes = state.tensors.get("notes")
         self.report.layers = {layer.index: record(layer) for layer in evicting_layers(cache)}
 
-    def begin(self, cache: Cache, mask: Any, prompt: Prompt, modality: Tensor | None) -> None:
+    def begin(self, cache: Cache, mask: Any, prompt: Prompt, modality: Tensor | None, given: dict[str, Any]) -> None:
         """Start a forward pass of `cache`.
 
         Args:
@@ -154,6 +160,7 @@ class CacheRun:
             mask: the model's attention mask.
             prompt: what is known of the prompt that the pass is a part of.
             modality: int8 ``[B, q]``, what each token of the pass is, where the policy needs it.
+            given: what the decoder is called with, by name.
         """
         layers = evicting_layers(cache)
         half = self._pass is not None and (self._pass.pending or self._pass.reached)
@@ -161,7 +168,8 @@ class CacheRun:
             raise InactiveSessionError(
                 "this cache was left half-written by a forward pass that failed: start again with an empty one"
             )
-        self._pass = Pass(mask, prompt if self._ended is None else Prompt(end=self._ended), modality)
+        text = None if self._repeat is None else self._repeat.text(given)
+        self._pass = Pass(mask, prompt if self._ended is None else Prompt(end=self._ended), modality, text)
         if self._before_rope is not None:
             self._before_rope.recorder.begin(self._facts.rotary)
         self.plain = mask is None or self._is_plain(mask, max(layer.settled_at for layer in layers))
@@ -176,20 +184,24 @@ class CacheRun:
         hidden = mask[:, :settled] == 0
         return not hidden.any() if self._hidden is None else torch.equal(hidden, self._hidden)
 
-    def finish(self) -> None:
-        """End a forward pass: check that the policy reached every layer that has cached something."""
+    def finish(self) -> bool:
+        """End a forward pass; return whether a prompt has been read that is to be settled now.
+
+        It is checked that the policy reached every layer that has cached something.
+        """
         ended, self._pass = self._pass, None
         forget()
         if self._before_rope is not None:
             self._facts = replace(self._facts, rotary=self._before_rope.recorder.end())
         if ended is None:
-            return
-        self._read = ended if ended.prompt.unfinished else None
+            return False
+        self._read = ended if ended.prompt.unfinished or ended.ends else None
         missed = sorted(ended.pending)
         if missed:
             self.owner.cannot_act(f"layers {missed} do not attend through transformers' attention interface")
         elif not ended.reached:
             self.owner.cannot_act(f"none of its layers {sorted(self._depth)} has cached anything")
+        return ended.ends
 
     def updating(self, layer: EvictingLayer, new: int) -> int | None:
         """Return how many of `new` tokens come before the pass evicts, None where it does not evict in its middle."""
@@ -205,8 +217,10 @@ class CacheRun:
             now.point = eviction_point(self.policy, now.prompt, start=start, end=end, settled=layer.settled_at)
             if self._calls is not None:
                 self._require_one_pass(now, start, end)
+            if self.policy.late and not now.decoding:
+                self._wait_for_all(now, layer, end)
             now.new = new
-            self._facts = self._facts.extended(now.modality)
+            self._facts = self._facts.extended(now.modality, None if now.decoding else now.text)
         elif now.new != new:
             raise UnsupportedModelError(
                 f"layer {layer.index}: expected the {now.new} new tokens of this pass, got {new}: it does not cache "
@@ -216,6 +230,21 @@ class CacheRun:
         if now.point is None or now.point == layer.seen + new or self.policy.trivial:
             return None
         return now.point - layer.seen
+
+    def _wait_for_all(self, now: Pass, layer: EvictingLayer, end: int) -> None:
+        """Have a pass over a part of the prompt evict nothing until all layers have read it."""
+        what = f"policy '{self.policy.name}' needs {self.policy.needs.words}, once all layers have read the prompt"
+        if now.point is not None and now.point < end:
+            raise UnsupportedModelError(
+                f"{what}: expected a pass that ends with the prompt, got one that reads {end - now.point} tokens more: "
+                "generate without drafts"
+            )
+        if layer.settled_at:
+            raise UnsupportedModelError(
+                f"{what}: expected a prompt in an empty cache, got one behind {layer.settled_at} tokens that have been "
+                "evicted from: read what follows one token at a time, or use policy.compress and ask a fork"
+            )
+        now.ends, now.point = now.point is not None, None
 
     def _require_one_pass(self, now: Pass, start: int, end: int) -> None:
         if not unread(now.prompt, end) and (start == 0 or now.point is None):
@@ -267,10 +296,15 @@ class CacheRun:
         if read is None or read.point is not None:
             return
         read.prompt = Prompt()
+        if self._repeat is not None and self._facts.text is not None:
+            visible = read.visible(self._facts.text.ids.shape[1])
+            with self.report.stopwatch.time("capture", self._facts.text.ids.device):
+                self._repeated = self._repeat(cache, self._facts.text, visible)
         for layer in evicting_layers(cache):
             if not self.policy.trivial and layer.seen:
                 self._settle(layer, read)
             self.report.layers[layer.index] = record(layer)
+        self._repeated, self._facts = {}, replace(self._facts, text=None)
 
     def _settle(self, layer: EvictingLayer, read: Pass) -> None:
         if layer.shared:
@@ -298,7 +332,7 @@ class CacheRun:
         return other
 
     def _record_queries(self, layer: EvictingLayer, query: Tensor, now: Pass) -> None:
-        later = self.policy.decode is not None or unread(now.prompt, layer.seen)
+        later = self.policy.decode is not None or now.ends or unread(now.prompt, layer.seen)
         if not self._window or (now.point is None and not later):
             return
         start = layer.seen - (now.new or 0)
@@ -427,6 +461,9 @@ class CacheRun:
             view = replace(view, pre_rope_keys=self._keys_before_rope(view))
         if self._facts.modality is not None:
             view = replace(view, modality=at_slots(self._facts.modality.to(view.positions.device), view.positions))
+        if self._repeated:
+            repeated = self._repeated[layer.index].gather(-1, view.positions.clamp(min=0).long())
+            view = replace(view, repetition=repeated)
         return view
 
     def _keys_before_rope(self, view: LayerView) -> Tensor:

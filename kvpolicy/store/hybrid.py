@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
@@ -32,8 +34,14 @@ class EvictingHybridLayer(LinearAttentionLayer, EvictingLayer):  # type: ignore[
 
     def state(self) -> State:
         """Return what the layer holds, recurrent states included."""
-        names = sorted(vars(LinearAttentionLayer(number_of_states=self.number_of_states)))
-        return EvictingLayer.state(self) | attributes(self, names).inside("recurrent")
+        return EvictingLayer.state(self) | attributes(self, sorted(self.beside)).inside("recurrent")
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """The recurrent states, by attribute."""
+        return {
+            name: getattr(self, name) for name in vars(LinearAttentionLayer(number_of_states=self.number_of_states))
+        }
 
     def restore(self, state: State) -> None:
         """Take what another layer held, on the tensors of its `state`."""

@@ -89,6 +89,11 @@ class EvictingLayer(DynamicLayer):
         return None if self.store is None else self.store.values
 
     @property
+    def beside(self) -> dict[str, Any]:
+        """What the layer holds besides keys and values, by attribute."""
+        return {}
+
+    @property
     def kept(self) -> list[list[int]]:
         """Slots stored, by batch row and KV head."""
         return [[count + self.seen - self.settled_at for count in row] for row in self._settled]

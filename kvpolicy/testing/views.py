@@ -42,6 +42,7 @@ def make_view(
     queries = torch.randn(batch, heads[0], window, sizes[0], generator=random) * 2
     before = torch.randn(keys.shape, generator=random) + torch.randn(sizes[0], generator=random)
     kinds = torch.randint(0, 3, (batch, 1, slots), generator=random, dtype=torch.int8).expand(-1, heads[1], -1)
+    repetition = torch.rand(batch, heads[1], slots, generator=random)
     query_positions = torch.full((batch, window), -1)
     candidates = valid.clone()
     for row in range(batch):
@@ -61,4 +62,5 @@ def make_view(
         seen=valid.any(1).sum(-1),
         pre_rope_keys=before.masked_fill(~valid[..., None], torch.nan),
         modality=kinds.masked_fill(~valid, 3),
+        repetition=repetition.masked_fill(~valid, torch.nan),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -15,6 +16,40 @@ ALL = 2**31
 
 
 @dataclass(frozen=True)
+class Repetition:
+    """How a model repeats a prompt that it has read: chunk by chunk, as text that follows it.
+
+    Args:
+        chunk: how many tokens are repeated at once.
+        instruction: ids that ask for the first chunk.
+        continuation: ids that ask for a later one; the last `lead` tokens before it follow.
+        lead: how many.
+        suffix: ids that stand before each chunk, as where a chat template begins an answer.
+        sinks: how many of the prompt's first tokens a chunk is looked for beside.
+
+    >>> Repetition(chunk=2).inputs([5, 6, 7])
+    [[5, 6], [5, 6, 7]]
+    >>> Repetition(chunk=2, instruction=(1,), continuation=(2,), lead=1, suffix=(3,)).inputs([5, 6, 7])
+    [[1, 3, 5, 6], [2, 6, 3, 7]]
+    """
+
+    chunk: int = 2000
+    instruction: tuple[int, ...] = ()
+    continuation: tuple[int, ...] = ()
+    lead: int = 8
+    suffix: tuple[int, ...] = ()
+    sinks: int = 4
+
+    def inputs(self, prompt: Sequence[int]) -> list[list[int]]:
+        """Return what the model is given to repeat each chunk of `prompt`; each ends in the chunk."""
+        starts = range(0, len(prompt), self.chunk)
+        chunks = [list(prompt[start : start + self.chunk]) for start in starts]
+        leads = [list(prompt[max(start - self.lead, 0) : start]) for start in starts]
+        asked = [self.instruction if not start else self.continuation for start in starts]
+        return [[*ask, *lead, *self.suffix, *chunk] for ask, lead, chunk in zip(asked, leads, chunks, strict=True)]
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a scorer or combiner reads, as data; capture records no more than the union.
 
@@ -25,12 +60,13 @@ class Needs:
         pre_rope: whether it reads the keys before RoPE.
         modality: whether it reads what each slot holds (text, image, ...).
         call: whether it reads what the attention module was called with.
+        repetition: how the prompt is repeated, where it reads what is attended to meanwhile; None where it does not.
 
     Raises:
         PluginError: when one of them is anything else, or there is no such need.
 
     >>> Needs(queries=8) | Needs(values=True)
-    Needs(queries=8, keys=False, values=True, pre_rope=False, modality=False, call=False)
+    Needs(queries=8, keys=False, values=True, pre_rope=False, modality=False, call=False, repetition=None)
     """
 
     queries: int = 0
@@ -39,6 +75,7 @@ class Needs:
     pre_rope: bool = False
     modality: bool = False
     call: bool = False
+    repetition: Repetition | None = None
 
     def __new__(cls, *_: object, **given: object) -> Needs:
         known = [each.name for each in fields(cls)]
@@ -50,10 +87,17 @@ class Needs:
     def __post_init__(self) -> None:
         if not isinstance(self.queries, int) or isinstance(self.queries, bool) or self.queries < 0:
             raise PluginError(f"Needs: queries: expected a whole number from 0, got {self.queries!r}")
-        for name in (each.name for each in fields(self) if each.name != "queries"):
+        if not isinstance(self.repetition, Repetition | None):
+            raise PluginError(f"Needs: repetition: expected a Repetition or None, got {self.repetition!r}")
+        for name in (each.name for each in fields(self) if each.name not in ("queries", "repetition")):
             found = getattr(self, name)
             if not isinstance(found, bool):
                 raise PluginError(f"Needs: {name}: expected True or False, got {found!r}")
+
+    @property
+    def late(self) -> bool:
+        """Whether it reads what is there only once all of the prompt has been read, in every layer."""
+        return self.repetition is not None
 
     @property
     def words(self) -> str:
@@ -67,6 +111,11 @@ class Needs:
         return ", ".join([*queries, *(words for name, words in _WORDS.items() if getattr(self, name))]) or "nothing"
 
     def __or__(self, other: Needs) -> Needs:
+        if None not in (self.repetition, other.repetition) and self.repetition != other.repetition:
+            raise PluginError(
+                f"Needs: expected one way to repeat a prompt, got {self.repetition} and {other.repetition}: give both "
+                "scorers the same settings"
+            )
         return Needs(
             queries=max(self.queries, other.queries),
             keys=self.keys or other.keys,
@@ -74,6 +123,7 @@ class Needs:
             pre_rope=self.pre_rope or other.pre_rope,
             modality=self.modality or other.modality,
             call=self.call or other.call,
+            repetition=self.repetition or other.repetition,
         )
 
 
@@ -83,6 +133,7 @@ _WORDS = {
     "pre_rope": "keys before RoPE",
     "modality": "what each slot holds",
     "call": "what the attention module was called with",
+    "repetition": "a repetition of the prompt",
 }
 
 Modality = Literal["text", "image", "video", "audio"]

@@ -33,6 +33,8 @@ class LayerView:
         pre_rope_keys: float32 ``[B, Hkv, T, Dk]``, the keys before RoPE; None unless a policy needs them.
         modality: int8 ``[B, Hkv, T]``, 0 text, 1 image, 2 video, 3 audio; None unless a policy needs it.
         call: what the attention module was called with; None unless a policy needs it.
+        repetition: float32 ``[B, Hkv, T]``, in [0, 1], the most attention that any query of any query head of the group
+            has paid each slot while the model repeated the prompt; None unless a policy needs it.
         shared: whether all heads keep the same slots, because the model derives its heads from what it caches (MLA):
             a policy then decides by the mean score of the heads.
 
@@ -57,6 +59,7 @@ class LayerView:
     pre_rope_keys: Tensor | None = None
     modality: Tensor | None = None
     call: Call | None = None
+    repetition: Tensor | None = None
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -89,6 +92,8 @@ class LayerView:
             _expect("pre_rope_keys", self.pre_rope_keys, tuple(self.keys.shape), torch.float32)
         if self.modality is not None:
             _expect("modality", self.modality, (batch, heads, slots), torch.int8)
+        if self.repetition is not None:
+            _expect("repetition", self.repetition, (batch, heads, slots), torch.float32)
         if self.call is not None:
             _check_call(self.call, batch, slots)
 
@@ -198,7 +203,7 @@ class _LimitedView(LayerView):
             read = object.__getattribute__
             if not getattr(read(self, "needs"), _DECLARED[name]):
                 reader = read(self, "reader")
-                setting = f"{_DECLARED[name]}={'N' if _DECLARED[name] == 'queries' else True}"
+                setting = f"{_DECLARED[name]}={_EXAMPLES.get(name, 'True')}"
                 raise UndeclaredReadError(
                     f"{reader} reads '{name}' but declares {read(self, 'needs')}. Add {setting} to its `needs`."
                 )
@@ -225,7 +230,7 @@ class _LimitedView(LayerView):
         return self.queries.shape[1] // self.kv_heads  # type: ignore[union-attr]
 
 
-_BY_SLOT = ("keys", "values", "valid", "positions", "candidates", "pre_rope_keys", "modality")
+_BY_SLOT = ("keys", "values", "valid", "positions", "candidates", "pre_rope_keys", "modality", "repetition")
 
 # What of a view has to be declared -> by which need, and -> the tensor that holds it.
 _DECLARED = {
@@ -236,7 +241,9 @@ _DECLARED = {
     "pre_rope_keys": "pre_rope",
     "modality": "modality",
     "call": "call",
+    "repetition": "repetition",
 }
+_EXAMPLES = {"queries": "N", "query_positions": "N", "repetition": "Repetition(...)"}
 _GIVEN = {name: name for name in _DECLARED} | {"query_positions": "queries"}
 
 

@@ -139,7 +139,7 @@ def heads(budget: Any) -> None:
     """Heads in another order get the same lengths in that order."""
     view, scores = _scored()
     order = torch.tensor([2, 0, 1])
-    names = ("keys", "values", "valid", "candidates", "positions", "pre_rope_keys", "modality")
+    names = ("keys", "values", "valid", "candidates", "positions", "pre_rope_keys", "modality", "repetition")
     ordered: dict[str, Any] = {name: getattr(view, name)[:, order] for name in names}
     moved = replace(view, queries=None, **ordered)
     got = budget(moved, scores[:, order], _rows(11, view))

@@ -22,14 +22,16 @@ NEW = 4
 def generate(plugin: Any) -> None:
     """A policy with it runs in `model.generate`, holds its budget, and leaves the model as it was.
 
-    With a prompt beside a shorter one, padded; and with eviction at each new token, unless it reads `view.call`.
+    With a prompt beside a shorter one, padded; and with eviction at each new token, unless it reads what only a whole
+    prompt has, `view.call` or `view.repetition`.
     """
     model = _model()
     weights = [parameter.clone() for parameter in model.parameters()]
     tokens = tokens_for(plugin)
     # The last new token is never read.
     _expect(_kept(model, policy_with(plugin), *_prompts(tokens)), tokens + NEW - 1, f"a budget of {tokens}")
-    if not policy_with(plugin).needs.call:
+    needs = policy_with(plugin).needs
+    if not needs.call and not needs.repetition:
         evicting = policy_with(plugin, decode=Decode(every=1))
         _expect(_kept(model, evicting, *_prompts(tokens)), tokens, f"a budget of {tokens} and `decode: {{every: 1}}`")
     if not all(map(torch.equal, weights, model.parameters())):

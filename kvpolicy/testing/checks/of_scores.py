@@ -255,7 +255,8 @@ def keeps_nothing(plugin: Any) -> None:
     scores_of(plugin, view)
     for name, tensor in _vectors(other).items():
         _vectors(view)[name].copy_(tensor)
-    view.modality.copy_(other.modality)  # type: ignore[union-attr, arg-type]
+    for name in ("modality", "repetition"):
+        getattr(view, name).copy_(getattr(other, name))
     if not torch.equal(scores_of(plugin, view), want):
         raise ConformanceError("expected new scores for other numbers in the same tensors: it keeps what it has seen")
     held = [weakref.ref(tensor) for tensor in _vectors(view).values()]
@@ -334,7 +335,7 @@ def heads(plugin: Any) -> None:
     view = view_for(plugin, heads=(6, 3))
     order, queries = torch.tensor([2, 0, 1]), torch.tensor([4, 5, 0, 1, 2, 3])
     rows = torch.tensor([1, 2, 0])
-    by_head = ("keys", "values", "valid", "candidates", "positions", "pre_rope_keys", "modality")
+    by_head = ("keys", "values", "valid", "candidates", "positions", "pre_rope_keys", "modality", "repetition")
     ordered: dict[str, Any] = {name: getattr(view, name)[rows][:, order] for name in by_head}
     moved = replace(
         view,
@@ -352,7 +353,7 @@ def permutation(plugin: Any) -> None:
     view = view_for(plugin, sinks=1, recent=2)
     view = replace(view, query_positions=torch.full_like(view.query_positions, view.slots - 1))
     order = torch.randperm(view.slots, generator=torch.Generator().manual_seed(0))
-    by_slot = ("keys", "values", "valid", "candidates", "pre_rope_keys", "modality")
+    by_slot = ("keys", "values", "valid", "candidates", "pre_rope_keys", "modality", "repetition")
     ordered: dict[str, Any] = {name: getattr(view, name)[:, :, order] for name in by_slot}
     moved = replace(view, **ordered)
     message = (

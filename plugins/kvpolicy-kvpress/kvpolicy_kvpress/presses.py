@@ -104,7 +104,6 @@ def fewest(press: Any) -> tuple[int, str]:
 
 
 _HEADS = "shares slots out among heads: any press with `budget: {heads: adaptive}`, which frees them"
-_REPLAY = "reads the context a second time to score it; a policy scores within the one pass that reads it"
 _DECODES = "says when to evict while decoding: `decode: {every: ...}` with any press that reads keys and values alone"
 
 NOT_WRAPPED: dict[str, str] = {
@@ -125,8 +124,8 @@ NOT_WRAPPED: dict[str, str] = {
     "FinchPress": "takes the question for the window by a token that marks it in the prompt; "
     "`policy.compress(model, context, question)` has the question in view without one",
     "KVComposePress": "scores by the attention of questions that are read after the context, all layers together",
-    "KVgradPress": _REPLAY,
-    "KVzipPress": _REPLAY,
+    "KVgradPress": "repeats the context as KVzipPress does, and scores by gradients of it",
+    "KVzipPress": "repeats the context once it is read: policy `kvzip`, which frees what it evicts",
     "KeyRerotationPress": "turns kept keys to new positions; here every token keeps its own",
     "LUKVPress": "shares slots out among layers and heads by a curve measured for one model, which it downloads",
     "MergingPress": "merges values of evicted tokens into kept ones; a policy keeps or evicts, and changes nothing",
