@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cake, padded": ("llama", "cake", SHORT),
     "dynamic-kv, decoding": ("llama-gqa", "dynamic-kv", STEADY),
     "compactor, padded": ("llama", "compactor", SHORT),
+    "kvzip, padded": ("llama", "kvzip", {"score": {"chunk": 25, "instruction": [3, 4]}}),
     "snapkv, derived heads": ("deepseek", "snapkv", SHORT),
     "ada-kv, derived heads": ("deepseek", "ada-kv", STEADY),
 }
