@@ -150,11 +150,18 @@ def _factors(term: str) -> Counter[str]:
 
 def _passes(name: str) -> str:
     """Return when a policy can evict, as it says itself when it is asked to."""
+    if kvpolicy.load(name).needs.call:
+        return "a prompt read in one pass"
+    more: dict[str, dict[str, Any]] = {"chunks": {"prefill": "chunks"}, "decoding": {"decode": {"every": 64}}}
+    return ", ".join(["prompts", *(when for when, settings in more.items() if _takes(name, settings))])
+
+
+def _takes(name: str, settings: dict[str, Any]) -> bool:
     try:
-        kvpolicy.load(name, prefill="chunks", decode={"every": 64})
+        kvpolicy.load(name, **settings)
     except PolicyFileError:
-        return "a prompt read in one pass" if kvpolicy.load(name).needs.call else "whole prompts"
-    return "prompts, chunks, decoding"
+        return False
+    return True
 
 
 def _agreement(found: dict[str, dict[str, int]]) -> str:

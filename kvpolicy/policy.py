@@ -5,7 +5,7 @@ score tree -> budget (how many, per layer and head) -> select (which) -> evicted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -136,23 +136,24 @@ class Policy:
         if self.budget.tokens is not None and self.decode is not None and self.decode.grace > self.budget.tokens:
             message = f"expected at most the budget of {self.budget.tokens}"
             raise SettingError(self.name, [(("decode", "grace"), "value_error", message, self.decode.grace)])
-        # Asked here, it says here what its parts cannot need together.
-        if self.needs.call or self.needs.repetition:
-            self._require_prompt_alone()
+        readers = (*walk(self.score), self.evicted, self.select)
+        if self.decode is not None:
+            # What a layer budget has read of the prompt goes on: its shares.
+            self._require_prompt_alone("decode", "expected none", self.decode, readers)
+        if self.prefill == "chunks":
+            self._require_prompt_alone("prefill", "expected 'whole'", self.prefill, (*readers, self.budget.layers))
         if getattr(self.budget.heads, "by", "score") == "importance" and importance_of(self.score) is None:
             message = f"expected a score with an importance, which '{self.score.name}' has not"
             raise SettingError(self.name, [(("budget", "heads", "by"), "value_error", message, "importance")])
 
-    def _require_prompt_alone(self) -> None:
-        """Raise where the policy evicts from anything but a whole prompt."""
-        nodes = (*walk(self.score), self.evicted)
-        reader = next(node for node in nodes if node.needs.call or node.needs.repetition)
-        alone = Needs(call=reader.needs.call, repetition=reader.needs.repetition).words
-        why = f"with {reader!r}, which needs {alone}, there for a whole prompt alone"
-        if self.decode is not None:
-            raise SettingError(self.name, [(("decode",), "value_error", f"expected none {why}", self.decode)])
-        if self.prefill == "chunks":
-            raise SettingError(self.name, [(("prefill",), "value_error", f"expected 'whole' {why}", self.prefill)])
+    def _require_prompt_alone(self, setting: str, expected: str, found: object, readers: Iterable[object]) -> None:
+        """Raise where one of `readers` reads what only an eviction of a whole prompt has."""
+        for node in readers:
+            needs: Needs = getattr(node, "needs", Needs())
+            if needs.call or needs.late:
+                alone = Needs(call=needs.call, repetition=needs.repetition, change=needs.change).words
+                why = f"with {node!r}, which needs {alone}, there for a whole prompt alone"
+                raise SettingError(self.name, [((setting,), "value_error", f"{expected} {why}", found)])
 
     @property
     def trivial(self) -> bool:

@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ada-kv, all heads on each rank": ("phi3", "ada-kv", SHORT),
     "cake, padded": ("llama", "cake", SHORT),
     "dynamic-kv, decoding": ("llama-gqa", "dynamic-kv", STEADY),
+    "squeeze, padded": ("llama", "squeeze", {"select": {"sinks": 2}}),
+    "squeeze, one head a rank": ("llama-gqa", "squeeze", STEADY),
     "compactor, padded": ("llama", "compactor", SHORT),
     "kvzip, padded": ("llama", "kvzip", {"score": {"chunk": 25, "instruction": [3, 4]}}),
     "snapkv, derived heads": ("deepseek", "snapkv", SHORT),

@@ -22,6 +22,7 @@ from kvpolicy.budgets.cake import CakeLayers
 from kvpolicy.budgets.dynamic_kv import DynamicKVLayers
 from kvpolicy.budgets.pyramid import PyramidLayers
 from kvpolicy.budgets.schedule import ScheduleLayers
+from kvpolicy.budgets.squeeze import SqueezeLayers
 from kvpolicy.budgets.uniform import UniformHeads, UniformLayers
 from kvpolicy.combiners.best_rank import BestRank
 from kvpolicy.combiners.caote import CAOTE
@@ -241,7 +242,7 @@ LAYERS: dict[type, Callable[..., list[int]]] = {
         own.shape, Fraction(str(own.first)), min(tokens, seen), seen, layers
     ),
     **dict.fromkeys(
-        (CakeLayers, DynamicKVLayers, UniformLayers),
+        (CakeLayers, DynamicKVLayers, SqueezeLayers, UniformLayers),
         lambda own, tokens, seen, layers: [min(tokens, seen)] * layers,
     ),
 }
@@ -249,6 +250,7 @@ LAYERS: dict[type, Callable[..., list[int]]] = {
 SHARES: dict[type, Callable[..., list[int]]] = {
     CakeLayers: across_layers.cake_layers,
     DynamicKVLayers: across_layers.dynamic_kv_layers,
+    SqueezeLayers: across_layers.squeeze_layers,
 }
 """Of one row, once all layers have been scored."""
 

@@ -94,14 +94,14 @@ def test_shipped_policy_equals_oracle(name: str, store: str, side: str, dtype: t
         name, budget={"heads": HEADS[store]} if trivial else {"tokens": BUDGET, "heads": HEADS[store]}
     )
     policy = dataclasses.replace(policy, decode=None)
-    # What a view cannot hold, the weights, no plan from tensors has; and leverage tells keys apart that differ by what
-    # bfloat16 loses when they are turned back before RoPE.
-    pure = not policy.needs.call and not policy.late and (name, dtype) != ("leverage", torch.bfloat16)
+    # What a view cannot hold, the weights, and what the oracle does not do, a repetition, no plan from tensors has; and
+    # leverage tells keys apart that differ by what bfloat16 loses when they are turned back before RoPE.
+    pure = not (policy.needs.call or policy.needs.repetition) and (name, dtype) != ("leverage", torch.bfloat16)
     model = tiny("llama-gqa", dtype)
     prompt, rest, mask = tokens(2, PROMPT, 1), tokens(2, 12, 2), padding(side)
     # Eight tokens one by one, then four at once: several queries must see the same slots as one.
     pieces = [*rest[:, :8].split(1, dim=1), rest[:, 8:]]
-    if policy.needs.call or policy.needs.repetition:  # reads one prompt, and several tokens at once are another
+    if policy.needs.call or policy.late:  # reads one prompt in an empty cache, and several tokens at once are one
         pieces = list(rest.split(1, dim=1))
 
     check(model, policy, prompt, pieces, mask, pure)

@@ -151,6 +151,7 @@ def alone(view: LayerView, row: int) -> LayerView:
         pre_rope_keys=view.pre_rope_keys[row : row + 1, :, first:end],
         modality=view.modality[row : row + 1, :, first:end],
         repetition=view.repetition[row : row + 1, :, first:end],
+        similarity=view.similarity[row : row + 1],
     )
 
 
@@ -248,7 +249,7 @@ def test_the_shipped_policies_are_these() -> None:
     over = ["critical-kv", "caote-snapkv", "r-kv", "look-m", "d2o", "cam"]
     choices = ["chunkkv", "nacl", *(f"snapkv-{one}" for one in ("mmr", "k-centre", "determinantal", "pages"))]
     schedules = ["snapkv-linear", "snapkv-cosine"]
-    zoo = ["cake", "dynamic-kv", "kvzip", "compactor", "finch", *attention, *vectors, *over, *choices, *schedules]
+    zoo = ["cake", "dynamic-kv", "kvzip", "squeeze", "compactor", "finch", *attention, *vectors, *over, *choices, *schedules]
     assert sorted(SHIPPED) == sorted([*plain, "mixkv-snapkv", "mixkv-ada-kv", *ours, *laid, *zoo])
     for name in SHIPPED:
         policy = kvpolicy.load(name)

@@ -271,7 +271,7 @@ def test_needs_are_checked_when_they_are_made(field: str, value: Any) -> None:
 
 def test_a_need_that_is_none_is_named() -> None:
     with pytest.raises(
-        PluginError, match=r"^Needs: unknown need 'value'\. Did you mean 'values'\? Known: call, keys, "
+        PluginError, match=r"^Needs: unknown need 'value'\. Did you mean 'values'\? Known: call, change, keys, "
     ):
         Needs(value=True)  # type: ignore[call-arg]
 

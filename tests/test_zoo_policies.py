@@ -46,6 +46,9 @@ FIT: dict[str, dict[str, Any]] = {
 }
 """What differs from a policy's own settings, which are made for longer prompts."""
 
+BUDGETS: dict[str, Any] = {"squeeze": {"tokens": KEPT, "layers": {"type": "squeeze", "groups": 2}}}
+"""Of two layers there are no three groups."""
+
 WITHOUT = {
     "expected-attention": "reads a model's rotary embedding: compared in a model, by test_zoo_attention.py",
     "random": "its numbers are no paper's",
@@ -101,7 +104,7 @@ def layer_view(layer: int, given: dict[str, Any]) -> LayerView:
 
 
 def policy(name: str) -> Policy:
-    budget = None if name == "full" else KEPT
+    budget = None if name == "full" else BUDGETS.get(name, KEPT)
     return kvpolicy.load(name, budget=budget, **FIT.get(name, {}))
 
 
@@ -135,6 +138,7 @@ def test_a_shipped_policy_keeps_what_its_reference_keeps(name: str, case: Case) 
         ("snapkv", "snapkv-w8"),
         ("cake", "snapkv"),
         ("dynamic-kv", "snapkv"),
+        ("squeeze", "h2o"),
         ("h2o", "keyformer"),
         ("compactor", "leverage"),
         ("finch", "snapkv"),

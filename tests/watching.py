@@ -19,10 +19,11 @@ class Watching:
     pre_rope: bool = False
     modality: bool = False
     call: bool = False
+    change: bool = False
 
     @property
     def needs(self) -> Needs:
-        return Needs(pre_rope=self.pre_rope, modality=self.modality, call=self.call)
+        return Needs(pre_rope=self.pre_rope, modality=self.modality, call=self.call, change=self.change)
 
     def __call__(self, view: LayerView) -> Tensor:
         SEEN.append(view)

@@ -28,6 +28,7 @@ from kvpolicy.report import Report
 from kvpolicy.rotary import RotaryRecorder
 from kvpolicy.session.bound import Bound
 from kvpolicy.session.calls import CallWatch
+from kvpolicy.session.change import ChangeWatch
 from kvpolicy.session.decoder import arguments, cache_in, cache_name, find_decoders, uses_cache
 from kvpolicy.session.facts import BeforeRope
 from kvpolicy.session.layers import evictable_layers, evicting_layers, prepare, take_over, why_not
@@ -79,6 +80,9 @@ class Session(Bound):
         self._repeaters: dict[int, Repeater] = {}
         if policy.needs.repetition is not None and not policy.trivial:
             self._repeaters = {id(one): Repeater(one, policy.needs.repetition) for one in self._decoders}
+        self._changes: dict[int, ChangeWatch] = {}
+        if policy.needs.change and not policy.trivial:
+            self._changes = {id(one): ChangeWatch(one) for one in self._decoders}
         self._now = _Now()
         self._entered = 0
         self._hooks: list[RemovableHandle] = []
@@ -176,10 +180,10 @@ class Session(Bound):
         for decoder in self._decoders:
             attend.restore(decoder.config)
 
-    def _listeners(self) -> list[ModalityWatch | RotaryRecorder | CallWatch]:
+    def _listeners(self) -> list[ModalityWatch | RotaryRecorder | CallWatch | ChangeWatch]:
         recorders = (before.recorder for before in self._before_rope.values())
         modality = [] if self._modality is None else [self._modality]
-        return [*modality, *recorders, *self._calls.values()]
+        return [*modality, *recorders, *self._calls.values(), *self._changes.values()]
 
     def _before(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments(decoder, args, kwargs)
@@ -220,8 +224,16 @@ class Session(Bound):
         if not evictable:
             self.cannot_act("it has no full-attention layer to evict from")
             return None
-        before_rope, calls = self._before_rope.get(id(decoder)), self._calls.get(id(decoder))
-        run = CacheRun(self.policy, evictable, self, before_rope, calls, self._repeaters.get(id(decoder)))
+        key = id(decoder)
+        run = CacheRun(
+            self.policy,
+            evictable,
+            self,
+            before_rope=self._before_rope.get(key),
+            calls=self._calls.get(key),
+            repeat=self._repeaters.get(key),
+            change=self._changes.get(key),
+        )
         take_over(cache, evictable, run)
         run.report.left_alone = [index for index in range(len(cache.layers)) if index not in evictable]
         return run

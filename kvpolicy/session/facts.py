@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -50,11 +50,14 @@ class Facts:
         rotary: at which positions each was rotated.
         modality: int8 ``[B, seen]``, what each is; None where no policy asks.
         text: those of the prompt; None where no policy asks.
+        change: by layer, float32 ``[B, seen]``, the cosine similarity of each token of the prompt before and after the
+            layer's attention; empty where no policy asks.
     """
 
     rotary: RotaryRecord = field(default_factory=RotaryRecord)
     modality: Tensor | None = None
     text: Text | None = None
+    change: Mapping[int, Tensor] = field(default_factory=dict)
 
     def extended(self, modality: Tensor | None, text: Text | None) -> Facts:
         """Return the facts with those of a pass behind them: what its tokens are, int8 ``[B, q]``, and its text."""
@@ -64,17 +67,27 @@ class Facts:
             text = self.text.join(text)
         return replace(self, modality=modality, text=text or self.text)
 
+    def changed(self, change: Mapping[int, Tensor]) -> Facts:
+        """Return the facts with what a pass has shown of its tokens, by layer, float32 ``[B, q]``."""
+        both = {
+            layer: torch.cat([self.change[layer], new], dim=1) if layer in self.change else new
+            for layer, new in change.items()
+        }
+        return replace(self, change=both)
+
     def take_rows(self, rows: Tensor) -> Facts:
         """Return the facts of the batch rows `rows` (int64), which may repeat."""
         modality = None if self.modality is None else self.modality[rows.to(self.modality.device)]
         text = None if self.text is None else self.text.take_rows(rows)
-        return Facts(self.rotary.take_rows(rows), modality, text)
+        change = {layer: each[rows.to(each.device)] for layer, each in self.change.items()}
+        return Facts(self.rotary.take_rows(rows), modality, text, change)
 
     def crop(self, count: int) -> Facts:
         """Return the facts of the first `count` tokens."""
         modality = None if self.modality is None else self.modality[:, :count]
         text = None if self.text is None else self.text.crop(count)
-        return Facts(self.rotary.crop(count), modality, text)
+        change = {layer: each[:, :count] for layer, each in self.change.items()}
+        return Facts(self.rotary.crop(count), modality, text, change)
 
 
 class BeforeRope:

@@ -64,8 +64,9 @@ def read(model: nn.Module, inputs: Any, question: Any = None, *, policies: Seque
     """
     if not policies:
         raise PolicyError("policies: expected at least one, got none")
-    # What an attention module is called with does not outlive the pass, and a repetition is not done for all.
-    lasting = (replace(policy.needs, call=False, repetition=None) for policy in policies)
+    # What an attention module is called with does not outlive the pass, nor what it changes, and a repetition is not
+    # done for all.
+    lasting = (replace(policy.needs, call=False, repetition=None, change=False) for policy in policies)
     needs = functools.reduce(operator.or_, lasting)
     given = told(decoder_of(model), inputs, question)
     reader = Policy(name="reading", score=_Reads(recorded=needs), budget=Budget(tokens=2**31))
@@ -110,8 +111,9 @@ class Reading:
         """Return why it does not serve `policy`, and what to do."""
         if policy.needs.call:
             return f"the policy reads {Needs(call=True).words}, which does not outlive the pass. Use policy.compress"
-        if policy.needs.repetition:
-            return f"the policy reads {replace(Needs(), repetition=policy.needs.repetition).words}. Use policy.compress"
+        if policy.needs.late:
+            late = Needs(repetition=policy.needs.repetition, change=policy.needs.change)
+            return f"the policy reads {late.words}, which a reading does not hold. Use policy.compress"
         if self.derived and not policy.trivial:
             return "the model derives its keys from what it caches, during the pass alone. Use policy.compress"
         if self._needs | policy.needs != self._needs:

@@ -16,6 +16,7 @@ from kvpolicy.errors import ContextError, InactiveSessionError, UnsupportedModel
 from kvpolicy.policy import Policy
 from kvpolicy.report import LayerRecord, Report
 from kvpolicy.session.calls import CallWatch
+from kvpolicy.session.change import ChangeWatch, mean_over
 from kvpolicy.session.facts import BeforeRope, Facts
 from kvpolicy.session.keep import Scored, keep
 from kvpolicy.session.layers import evicting_layers, lengths
@@ -59,6 +60,7 @@ class CacheRun:
         before_rope: takes keys back to before RoPE, where the policy needs it.
         calls: reads what attention modules are called with, where the policy needs it.
         repeat: has the model repeat the prompt, where the policy needs it.
+        change: sees how little each layer's attention changes, where the policy needs it.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class CacheRun:
         before_rope: BeforeRope | None = None,
         calls: CallWatch | None = None,
         repeat: Repeater | None = None,
+        change: ChangeWatch | None = None,
     ) -> None:
         self.policy = policy
         # Once: a walk over the score tree for each token and layer is a tenth of a small model's decoding.
@@ -76,6 +79,7 @@ class CacheRun:
         self._before_rope = before_rope
         self._calls = calls
         self._repeat = repeat
+        self._change = change
         self._facts = Facts()
         self.owner = owner
         self.report = Report(policy.name, {index: LayerRecord(index) for index in evictable}, peers=owner.peers)
@@ -96,7 +100,8 @@ class CacheRun:
         if self._read is not None:
             raise InactiveSessionError("this cache is in the midst of a prompt: copy it once the prompt is read")
         # A copied cache has tensors of its own, and the same session.
-        copied = CacheRun(self.policy, list(self._depth), self.owner, self._before_rope, self._calls, self._repeat)
+        listening = self._before_rope, self._calls, self._repeat, self._change
+        copied = CacheRun(self.policy, list(self._depth), self.owner, *listening)
         copied._facts = self._facts
         copied._hidden = self._hidden
         copied._notes = self._notes
@@ -123,7 +128,7 @@ class CacheRun:
         self.owner, self._ended = owner, ended
         # Only an eviction asks.
         self._before_rope = None if self.policy.decode is None else before_rope
-        self._calls = self._repeat = None
+        self._calls = self._repeat = self._change = None
 
     def state(self) -> State:
         """Return what later passes need to know of the tokens seen.
@@ -172,6 +177,8 @@ class CacheRun:
         self._pass = Pass(mask, prompt if self._ended is None else Prompt(end=self._ended), modality, text)
         if self._before_rope is not None:
             self._before_rope.recorder.begin(self._facts.rotary)
+        if self._change is not None:
+            self._change.begin()
         self.plain = mask is None or self._is_plain(mask, max(layer.settled_at for layer in layers))
 
     def _is_plain(self, mask: Any, settled: int) -> bool:
@@ -193,6 +200,8 @@ class CacheRun:
         forget()
         if self._before_rope is not None:
             self._facts = replace(self._facts, rotary=self._before_rope.recorder.end())
+        if self._change is not None and (seen := self._change.end()):
+            self._facts = self._facts.changed(seen)
         if ended is None:
             return False
         self._read = ended if ended.prompt.unfinished or ended.ends else None
@@ -268,6 +277,8 @@ class CacheRun:
         now.reached.add(layer.index)
         layer.scaling = attended.scaling
         layer.shared = attended.derived is not None
+        if self._change is not None and not now.decoding:
+            self._change.attended(attended.module, layer.index, now.new or 0)
         if self.policy.trivial:
             layer.own()
         else:
@@ -304,7 +315,7 @@ class CacheRun:
             if not self.policy.trivial and layer.seen:
                 self._settle(layer, read)
             self.report.layers[layer.index] = record(layer)
-        self._repeated, self._facts = {}, replace(self._facts, text=None)
+        self._repeated, self._facts = {}, replace(self._facts, text=None, change={})
 
     def _settle(self, layer: EvictingLayer, read: Pass) -> None:
         if layer.shared:
@@ -464,6 +475,9 @@ class CacheRun:
         if self._repeated:
             repeated = self._repeated[layer.index].gather(-1, view.positions.clamp(min=0).long())
             view = replace(view, repetition=repeated)
+        if layer.index in self._facts.change:
+            change = self._facts.change[layer.index].to(view.keys.device)
+            view = replace(view, similarity=mean_over(change[:, :point], visible))
         return view
 
     def _keys_before_rope(self, view: LayerView) -> Tensor:

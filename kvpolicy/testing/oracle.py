@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -110,13 +111,34 @@ def _projections(model: PreTrainedModel, wanted: bool) -> Iterator[dict[int, Ten
         handle.remove()
 
 
+@contextmanager
+def _changes(model: PreTrainedModel, wanted: bool) -> Iterator[dict[int, Tensor]]:
+    """Give, by layer, each token's cosine similarity before and after attention, float64 ``[B, T]``; as above."""
+    found: dict[int, Tensor] = {}
+    before: dict[Any, Tensor] = {}
+
+    def entering(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        before[layer.self_attn] = (args[0] if args else kwargs["hidden_states"]).double()
+
+    def attended(module: Any, _: Any, output: Any) -> None:
+        found[module.layer_idx] = cosine_similarity(before[module], before[module] + output[0].double(), dim=-1)
+
+    layers: list[Any] = [module for module in model.modules() if wanted and hasattr(module, "self_attn")]
+    handles = [layer.register_forward_pre_hook(entering, with_kwargs=True) for layer in layers]
+    handles += [layer.self_attn.register_forward_hook(attended) for layer in layers]
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
 def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, needs: Needs) -> list[LayerView]:
     """Return every layer's view of a prompt of text: all keys and values, and the last queries that `needs` declares.
 
     Rows padded on the right are not supported: their last queries are padding.
     """
     prompt = _Prompt()
-    with _listening(model, prompt.attend), _projections(model, needs.pre_rope) as projected:
+    hooks = _projections(model, needs.pre_rope), _changes(model, needs.change)
+    with _listening(model, prompt.attend), hooks[0] as projected, hooks[1] as changes:
         forward(model, ids, DynamicCache(config=model.config), mask)
     window = min(needs.queries, ids.shape[1])
     before = {
@@ -136,6 +158,7 @@ def views(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, needs: Needs
             scaling=prompt.scaling[layer],  # type: ignore[arg-type]
             pre_rope_keys=before.get(layer),
             modality=torch.zeros(prompt.keys[layer].shape[:3], dtype=torch.int8) if needs.modality else None,
+            similarity=((changes[layer] * valid).sum(-1) / valid.sum(-1)).float() if needs.change else None,
         )
         for layer in sorted(prompt.keys)
     ]

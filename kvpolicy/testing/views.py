@@ -43,6 +43,7 @@ def make_view(
     before = torch.randn(keys.shape, generator=random) + torch.randn(sizes[0], generator=random)
     kinds = torch.randint(0, 3, (batch, 1, slots), generator=random, dtype=torch.int8).expand(-1, heads[1], -1)
     repetition = torch.rand(batch, heads[1], slots, generator=random)
+    similarity = torch.rand(batch, generator=random)
     query_positions = torch.full((batch, window), -1)
     candidates = valid.clone()
     for row in range(batch):
@@ -63,4 +64,5 @@ def make_view(
         pre_rope_keys=before.masked_fill(~valid[..., None], torch.nan),
         modality=kinds.masked_fill(~valid, 3),
         repetition=repetition.masked_fill(~valid, torch.nan),
+        similarity=similarity,
     )

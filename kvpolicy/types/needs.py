@@ -61,12 +61,13 @@ class Needs:
         modality: whether it reads what each slot holds (text, image, ...).
         call: whether it reads what the attention module was called with.
         repetition: how the prompt is repeated, where it reads what is attended to meanwhile; None where it does not.
+        change: whether it reads how little each layer's attention changes what goes through it.
 
     Raises:
         PluginError: when one of them is anything else, or there is no such need.
 
     >>> Needs(queries=8) | Needs(values=True)
-    Needs(queries=8, keys=False, values=True, pre_rope=False, modality=False, call=False, repetition=None)
+    Needs(queries=8, keys=False, values=True, pre_rope=False, modality=False, call=False, repetition=None, change=False)
     """
 
     queries: int = 0
@@ -76,6 +77,7 @@ class Needs:
     modality: bool = False
     call: bool = False
     repetition: Repetition | None = None
+    change: bool = False
 
     def __new__(cls, *_: object, **given: object) -> Needs:
         known = [each.name for each in fields(cls)]
@@ -97,7 +99,7 @@ class Needs:
     @property
     def late(self) -> bool:
         """Whether it reads what is there only once all of the prompt has been read, in every layer."""
-        return self.repetition is not None
+        return self.repetition is not None or self.change
 
     @property
     def words(self) -> str:
@@ -124,6 +126,7 @@ class Needs:
             modality=self.modality or other.modality,
             call=self.call or other.call,
             repetition=self.repetition or other.repetition,
+            change=self.change or other.change,
         )
 
 
@@ -134,6 +137,7 @@ _WORDS = {
     "modality": "what each slot holds",
     "call": "what the attention module was called with",
     "repetition": "a repetition of the prompt",
+    "change": "how little each layer's attention changes what goes through it",
 }
 
 Modality = Literal["text", "image", "video", "audio"]

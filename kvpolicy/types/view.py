@@ -35,6 +35,8 @@ class LayerView:
         call: what the attention module was called with; None unless a policy needs it.
         repetition: float32 ``[B, Hkv, T]``, in [0, 1], the most attention that any query of any query head of the group
             has paid each slot while the model repeated the prompt; None unless a policy needs it.
+        similarity: float32 ``[B]``, in [-1, 1], how alike what goes through the layer is before and after its attention
+            is added: the cosine similarity, mean over the row's tokens; None unless a policy needs it (`change`).
         shared: whether all heads keep the same slots, because the model derives its heads from what it caches (MLA):
             a policy then decides by the mean score of the heads.
 
@@ -60,6 +62,7 @@ class LayerView:
     modality: Tensor | None = None
     call: Call | None = None
     repetition: Tensor | None = None
+    similarity: Tensor | None = None
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +97,8 @@ class LayerView:
             _expect("modality", self.modality, (batch, heads, slots), torch.int8)
         if self.repetition is not None:
             _expect("repetition", self.repetition, (batch, heads, slots), torch.float32)
+        if self.similarity is not None:
+            _expect("similarity", self.similarity, (batch,), torch.float32)
         if self.call is not None:
             _check_call(self.call, batch, slots)
 
@@ -162,6 +167,8 @@ class LayerView:
             part["query_positions"] = whole["query_positions"][row : row + 1, exist]
         if whole["call"] is not None:
             part["call"] = whole["call"].part(row, slots)
+        if whole["similarity"] is not None:
+            part["similarity"] = whole["similarity"][row : row + 1]
         return LayerView(**{**whole, **part, "seen": whole["seen"][row : row + 1]})
 
     def holds(self, modalities: Iterable[Modality]) -> Tensor:
@@ -242,6 +249,7 @@ _DECLARED = {
     "modality": "modality",
     "call": "call",
     "repetition": "repetition",
+    "similarity": "change",
 }
 _EXAMPLES = {"queries": "N", "query_positions": "N", "repetition": "Repetition(...)"}
 _GIVEN = {name: name for name in _DECLARED} | {"query_positions": "queries"}

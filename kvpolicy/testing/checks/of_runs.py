@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from kvpolicy.errors import ConformanceError
+from kvpolicy.plugin import needs_of
 from kvpolicy.policy import Decode, Policy
 from kvpolicy.session.decoder import cache_name
 from kvpolicy.session.layers import evicting_layers
@@ -22,16 +23,16 @@ NEW = 4
 def generate(plugin: Any) -> None:
     """A policy with it runs in `model.generate`, holds its budget, and leaves the model as it was.
 
-    With a prompt beside a shorter one, padded; and with eviction at each new token, unless it reads what only a whole
-    prompt has, `view.call` or `view.repetition`.
+    With a prompt beside a shorter one, padded; and with eviction at each new token, unless it reads `view.call`, or to
+    score or merge what is known of prompts alone (`view.repetition`, `view.similarity`).
     """
     model = _model()
     weights = [parameter.clone() for parameter in model.parameters()]
     tokens = tokens_for(plugin)
     # The last new token is never read.
     _expect(_kept(model, policy_with(plugin), *_prompts(tokens)), tokens + NEW - 1, f"a budget of {tokens}")
-    needs = policy_with(plugin).needs
-    if not needs.call and not needs.repetition:
+    policy = policy_with(plugin)
+    if not (policy.needs.call or (needs_of(policy.score) | policy.evicted.needs).late):
         evicting = policy_with(plugin, decode=Decode(every=1))
         _expect(_kept(model, evicting, *_prompts(tokens)), tokens, f"a budget of {tokens} and `decode: {{every: 1}}`")
     if not all(map(torch.equal, weights, model.parameters())):
