@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from kvpolicy.session import change as changes
 from kvpolicy.session.decoder import cache_name
 from kvpolicy.testing.architectures.build import cases, tiny_model
 from kvpolicy.testing.models import tiny
-from kvpolicy.testing.oracle import forward
+from kvpolicy.testing.oracle import forward, views
 from kvpolicy.types import LayerView, Needs
 
 PROMPT = 60
@@ -80,13 +81,13 @@ def by_hand(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> 
     return found
 
 
-def expect(views: list[LayerView], want: dict[int, Tensor]) -> None:
-    assert views
-    for view in views:
+def expect(found: list[LayerView], want: dict[int, Tensor]) -> None:
+    assert found
+    for view in found:
         assert view.similarity.dtype == torch.float32
         torch.testing.assert_close(view.similarity.double(), want[view.layer], rtol=0, atol=1e-6)
     # Were all layers alike, or all rows, another's would do.
-    every = torch.stack([want[view.layer] for view in views])
+    every = torch.stack([want[view.layer] for view in found])
     assert (every.amax(0) - every.amin(0)).min() > 1e-4
     assert every.shape[1] == 1 or (every[:, 0] - every[:, 1]).abs().max() > 1e-4
 
@@ -229,6 +230,22 @@ def test_rows_in_another_order_and_tokens_taken_back() -> None:
         cache.crop(-10)
         forward(model, ids.flip(0)[:, 20:], cache, mask.flip(0))
     expect(SEEN, by_hand(model, ids.flip(0), mask.flip(0)))
+
+
+def test_a_copy_that_is_reset_reads_again() -> None:
+    model, ids, cache = tiny(dtype=torch.float64), tokens(2), DynamicCache()
+    with watching().on(model):
+        forward(model, tokens(2, seed=5), cache, None)
+        copied = copy.deepcopy(cache)
+        copied.reset()
+        SEEN.clear()
+        forward(model, ids, copied, None)
+    expect(SEEN, by_hand(model, ids))
+
+
+def test_the_oracles_is_the_same() -> None:
+    model, ids, mask = tiny(dtype=torch.float64), tokens(2), padding("left")
+    expect(views(model, ids, mask, Needs(change=True)), by_hand(model, ids, mask))
 
 
 def test_a_cache_that_is_reset_begins_again() -> None:
@@ -382,7 +399,7 @@ def test_a_reading_does_not_serve() -> None:
         ("dbrx", r"DbrxAttention: expected an attention module .* got one that stands elsewhere, in layer 0"),
         (
             "gemma3n_text",
-            r"Gemma3nTextAttention: .* got \[4, 1, 60, \d+\] before and \[1, 60, \d+\] after, of 60 tokens",
+            r"Gemma3nTextAttention: .* got \[4, 1, 60, \d+\] and \[1, 60, \d+\] of 60 tokens",
         ),
     ],
 )
@@ -391,6 +408,53 @@ def test_decoder_layers_of_another_kind_are_refused(model_type: str, match: str)
     with refused(match), watching().on(model), torch.no_grad():
         model(torch.randint(1, 60, (1, PROMPT)))
     assert not SEEN
+
+
+@pytest.mark.parametrize(
+    ("spoil", "got"),
+    [
+        (lambda output: (output[0][:, 1:], None), r"\[1, 60, 48\] and \[1, 59, 48\] of 60"),
+        (lambda output: (output[0][..., :8], None), r"\[1, 60, 48\] and \[1, 60, 8\] of 60"),
+        (lambda output: {"hidden_states": output[0]}, r"\[1, 60, 48\] and dict of 60"),
+    ],
+    ids=["tokens", "size", "no tensor"],
+)
+def test_an_attention_module_that_gives_something_else_is_refused(spoil: Any, got: str) -> None:
+    model = tiny()
+    hook = model.model.layers[1].self_attn.register_forward_hook(lambda _, __, output: spoil(output))
+    with watching().on(model), refused(f"LlamaAttention: expected an attention module .* got {got} tokens"):
+        forward(model, tokens(1), DynamicCache(), None)
+    hook.remove()
+
+
+def test_nothing_of_a_layer_is_held_in_the_next_nor_a_graph_of_it() -> None:
+    model, cache, held = tiny(), DynamicCache(), []
+    with watching().on(model) as run, run.prompt():
+        watch = next(iter(run._changes.values()))
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda *_: held.append(len(watch._now.entered)))
+        model(tokens(1), **{cache_name(model): cache})
+        change = cache.layers[0].owner._facts.change
+        assert [each.requires_grad for each in change.values()] == [False] * 3
+        assert watch._now.found is None
+        watch.begin()
+        assert watch.end() == {} and watch._now.found is None
+    assert held == [0, 0, 0]
+
+
+def test_with_another_need_of_a_whole_prompt() -> None:
+    """The pass that repeats the prompt is none of it."""
+    model, ids, cache = tiny(num_hidden_layers=6), tokens(2), DynamicCache()
+    policy = kvpolicy.load("squeeze", budget=24, score={"type": "kvzip", "chunk": 16})
+    assert policy.needs.repetition is not None and policy.needs.change
+    with policy.on(model) as run:
+        forward(model, ids, cache, None)
+    kept = [[layer.kept[row][0] for layer in cache.layers] for row in range(2)]
+    assert [sum(row) for row in kept] == [6 * 24] * 2 and all(len(set(row)) > 1 for row in kept)
+    similar = torch.stack(list(by_hand(model, ids).values()))
+    for row, own in enumerate(kept):
+        assert int(similar[:, row].argmax()) in [layer for layer, size in enumerate(own) if size == min(own)]
+    assert run.report.bytes
 
 
 def test_a_view_without_it() -> None:

@@ -524,7 +524,8 @@ def test_squeezed_layers_keep_p_times_the_mean() -> None:
     """``b_other = (L b - |G3| b p) / (L - |G3|)``."""
     similarity = [0.2, 0.99, 0.5, 0.98, 0.25]
     assert squeezed(0.5, similarity, 40, 999) == [54, 20, 53, 20, 53]
-    # 0.29 * 100 is less than 29 in floating point.
+    # 0.29 * 100 is less than 29 in float64, and float32 has no 29,000,001.
+    assert squeezed(0.29, similarity, 100_000_004, 10**9)[1] == 29_000_001
     assert squeezed(0.29, similarity, 100, 999) == [148, 29, 147, 29, 147]
     assert squeezed(0.29, similarity, 100, 999, protected=60) == [127, 60, 127, 60, 126]
     assert squeezed(0.29, similarity, 100, 120, protected=1) == [120, 70, 120, 70, 120]

@@ -126,9 +126,9 @@ class ChangeWatch(Bound):
             return
         before: Any = self._now.entered.get(self._layers[module])
         added = output[0] if isinstance(output, tuple) else output
-        if not (_by_token(before, new) and _by_token(added, new) and before.shape == added.shape):
-            raise self._unsupported(module, f"{_shown(before)} before and {_shown(added)} after, of {new} tokens")
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(added.device.type, enabled=False):
+        if not (_by_token(added, new) and getattr(before, "shape", None) == added.shape):
+            raise self._unsupported(module, f"{_shown(before)} and {_shown(added)} of {new} tokens")
+        with torch.no_grad():
             self._now.found[index] = _similarity(before, added)
 
 
