@@ -40,6 +40,7 @@ def score(
     pre_rope_keys: Tensor | None = None,
     modality: Tensor | None = None,
     call: Call | None = None,
+    repetition: Tensor | None = None,
 ) -> Tensor:
     """Return each slot's score, float32 ``[B, Hkv, T]``, higher means keep; -inf where a slot is not valid.
 
@@ -56,11 +57,12 @@ def score(
         pre_rope_keys: float32 ``[B, Hkv, T, Dk]``, the keys before RoPE, where something reads them.
         modality: int8 ``[B, Hkv, T]``, 0 text, 1 image, 2 video, 3 audio, where something reads it.
         call: what the attention module was called with for the T tokens, where something reads it.
+        repetition: float32 ``[B, Hkv, T]``, the most attention that a repetition paid, where something reads it.
 
     Raises:
         ViewError: when the shapes do not fit, or queries are needed and not given.
     """
-    view = _view(queries, keys, values, valid, pre_rope_keys, modality, call)
+    view = _view(queries, keys, values, valid, pre_rope_keys, modality, call, repetition)
     if isinstance(scorer, Policy):
         view = scorer.protect(view, _budget(scorer, view))
         policy = scorer
@@ -80,6 +82,7 @@ def keep(
     pre_rope_keys: Tensor | None = None,
     modality: Tensor | None = None,
     call: Call | None = None,
+    repetition: Tensor | None = None,
 ) -> Tensor:
     """Return which slots a policy keeps, bool ``[B, Hkv, T]``, as if the layer were the model's only one.
 
@@ -92,11 +95,12 @@ def keep(
         pre_rope_keys: as in `score`.
         modality: as in `score`.
         call: as in `score`.
+        repetition: as in `score`.
 
     Raises:
         ViewError: when the shapes do not fit, or queries are needed and not given.
     """
-    view = _view(queries, keys, values, valid, pre_rope_keys, modality, call)
+    view = _view(queries, keys, values, valid, pre_rope_keys, modality, call, repetition)
     return policy.plan_layer(view, _budget(policy, view)).to_mask(view.slots)
 
 
@@ -112,6 +116,7 @@ def _view(
     pre_rope_keys: Tensor | None,
     modality: Tensor | None,
     call: Call | None,
+    repetition: Tensor | None,
 ) -> LayerView:
     view = LayerView(
         keys=keys,
@@ -121,6 +126,7 @@ def _view(
         pre_rope_keys=pre_rope_keys,
         modality=modality,
         call=call,
+        repetition=repetition,
     )
     if queries is None or valid is None:
         return view

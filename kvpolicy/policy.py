@@ -136,6 +136,8 @@ class Policy:
         if self.budget.tokens is not None and self.decode is not None and self.decode.grace > self.budget.tokens:
             message = f"expected at most the budget of {self.budget.tokens}"
             raise SettingError(self.name, [(("decode", "grace"), "value_error", message, self.decode.grace)])
+        # Asked here, it says here which of its parts cannot be had together.
+        _ = self.needs
         readers = (*walk(self.score), self.evicted, self.select)
         if self.decode is not None:
             # What a layer budget has read of the prompt goes on: its shares.

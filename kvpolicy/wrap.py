@@ -17,7 +17,7 @@ from kvpolicy.types import LayerView, Needs
 
 DATA = (
     *("queries", "query_positions", "keys", "values", "pre_rope_keys", "modality", "call"),
-    *("positions", "candidates", "scaling", "layer"),
+    *("repetition", "similarity", "positions", "candidates", "scaling", "layer"),
 )
 """What a wrapped function may ask of a view, by the names of its parameters."""
 
@@ -78,7 +78,8 @@ def wrap_score(
 
     A parameter that is called like a tensor of a view is given it, one row at a time and without padding: ``queries
     [1, Hq, W, Dk]``, ``query_positions [1, W]``, ``keys [1, Hkv, n, Dk]``, ``values [1, Hkv, n, Dv]``,
-    ``pre_rope_keys``, ``modality``, ``call``, ``positions`` and ``candidates [1, Hkv, n]``, ``scaling`` and ``layer``.
+    ``pre_rope_keys``, ``modality``, ``call``, ``repetition``, ``positions`` and ``candidates [1, Hkv, n]``,
+    ``similarity [1]``, ``scaling`` and ``layer``.
     Keys and values are in the model's dtype. Any other parameter is a setting and needs an annotation. The class
     pickles where it stands in the module of the function under its name in CamelCase: `h2o-window` as ``H2oWindow``.
 

@@ -102,7 +102,10 @@ class HeadGroup:
 
 
 # What a rank does not tell of its heads.
-_APART = ("keys", "values", "queries", "query_positions", "positions", "pre_rope_keys", "modality", "call")
+_APART = (
+    *("keys", "values", "queries", "query_positions", "positions", "pre_rope_keys", "modality", "call"),
+    "repetition",
+)
 
 
 class _Whole(LayerView):
