@@ -123,7 +123,7 @@ def test_nothing_is_held_after_the_pass() -> None:
         SEEN.clear()
         gc.collect()
         assert [one() for one in gone] == [None] * 3
-        assert not any(watch._running.given for watch in run._calls.values())
+        assert not any(watch._running.given for each in run._listening.values() for watch in [each.calls])
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     pickle.dumps(model)
     copy.deepcopy(model)
@@ -139,7 +139,7 @@ def test_nothing_is_held_after_a_pass_that_fails() -> None:
     with asking().on(model) as run:
         with pytest.raises(RuntimeError, match="on purpose"):
             forward(model, tokens(1, 60), DynamicCache(), None)
-        assert not any(watch._running.given for watch in run._calls.values())
+        assert not any(watch._running.given for each in run._listening.values() for watch in [each.calls])
     handle.remove()
 
 

@@ -21,6 +21,7 @@ from kvpolicy.errors import ContextError, PolicyError, UnsupportedModelError, Vi
 from kvpolicy.eval.readings import Readings
 from kvpolicy.policy import Budget, Decode, Policy
 from kvpolicy.selectors.top_k import TopK
+from kvpolicy.session import Session
 from kvpolicy.session import change as changes
 from kvpolicy.session.decoder import cache_name
 from kvpolicy.testing.architectures.build import cases, tiny_model
@@ -257,6 +258,10 @@ def test_a_cache_that_is_reset_begins_again() -> None:
     expect(SEEN, by_hand(model, ids))
 
 
+def watches(run: Session) -> list[changes.ChangeWatch]:
+    return [each.change for each in run._listening.values() if each.change is not None]
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by the tokens of each comparison."""
     found: list[int] = []
@@ -279,8 +284,8 @@ def test_decoding_compares_nothing_and_nothing_is_held(monkeypatch: pytest.Monke
             forward(model, tokens(1, 1), cache, None)
         assert found == [PROMPT] * 3
         owner = cache.layers[0].owner
-        assert owner._facts.change == {}
-        assert all(watch._now.found is None and not watch._now.entered for watch in run._changes.values())
+        assert owner._evictor.facts.change == {}
+        assert all(watch._now.found is None and not watch._now.entered for watch in watches(run))
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
@@ -295,8 +300,7 @@ def test_a_pass_that_fails_leaves_nothing() -> None:
         with pytest.raises(RuntimeError, match="on purpose"):
             forward(model, tokens(1, seed=3), DynamicCache(), None)
         handle.remove()
-        watches = run._changes.values()
-        assert not any(watch._now.entered or watch._now.attended or watch._now.found for watch in watches)
+        assert not any(watch._now.entered or watch._now.attended or watch._now.found for watch in watches(run))
         forward(model, ids, DynamicCache(), None)
     expect(SEEN, by_hand(model, ids))
 
@@ -430,11 +434,11 @@ def test_an_attention_module_that_gives_something_else_is_refused(spoil: Any, go
 def test_nothing_of_a_layer_is_held_in_the_next_nor_a_graph_of_it() -> None:
     model, cache, held = tiny(), DynamicCache(), []
     with watching().on(model) as run, run.prompt():
-        watch = next(iter(run._changes.values()))
+        watch = watches(run)[0]
         for layer in model.model.layers:
             layer.register_forward_hook(lambda *_: held.append(len(watch._now.entered)))
         model(tokens(1), **{cache_name(model): cache})
-        change = cache.layers[0].owner._facts.change
+        change = cache.layers[0].owner._evictor.facts.change
         assert [each.requires_grad for each in change.values()] == [False] * 3
         assert watch._now.found is None
         watch.begin()

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -32,9 +33,9 @@ from kvpolicy.session.change import ChangeWatch
 from kvpolicy.session.decoder import arguments, cache_in, cache_name, find_decoders, uses_cache
 from kvpolicy.session.facts import BeforeRope
 from kvpolicy.session.layers import evictable_layers, evicting_layers, prepare, take_over, why_not
+from kvpolicy.session.listening import listening_to
 from kvpolicy.session.modality import ModalityWatch
 from kvpolicy.session.parallel import head_group
-from kvpolicy.session.repetition import Repeater
 from kvpolicy.session.run import CacheRun, run_of
 from kvpolicy.session.watch import Watch
 from kvpolicy.session.when import Prompt
@@ -73,16 +74,7 @@ class Session(Bound):
         self.peers = head_group(self._decoders[0])
         self._watch = Watch(model, policy, self._swap)
         self._modality = ModalityWatch(model) if policy.needs.modality else None
-        self._before_rope: dict[int, BeforeRope] = {}
-        self._calls: dict[int, CallWatch] = {}
-        if policy.needs.call and not policy.trivial:
-            self._calls = {id(one): CallWatch(one, evictable_layers(one.config)) for one in self._decoders}
-        self._repeaters: dict[int, Repeater] = {}
-        if policy.needs.repetition is not None and not policy.trivial:
-            self._repeaters = {id(one): Repeater(one, policy.needs.repetition) for one in self._decoders}
-        self._changes: dict[int, ChangeWatch] = {}
-        if policy.needs.change and not policy.trivial:
-            self._changes = {id(one): ChangeWatch(one) for one in self._decoders}
+        self._listening = {id(decoder): listening_to(decoder, policy) for decoder in self._decoders}
         self._now = _Now()
         self._entered = 0
         self._hooks: list[RemovableHandle] = []
@@ -149,9 +141,12 @@ class Session(Bound):
             self._detach()
 
     def _attach(self) -> None:
-        if self.policy.needs.pre_rope and not self._before_rope:
+        if self.policy.needs.pre_rope:
             for decoder in self._decoders:
-                self._before_rope[id(decoder)] = BeforeRope(decoder, evictable_layers(decoder.config))
+                known = self._listening[id(decoder)]
+                if known.before_rope is None:
+                    before_rope = BeforeRope(decoder, evictable_layers(decoder.config))
+                    self._listening[id(decoder)] = replace(known, before_rope=before_rope)
         switched: list[Any] = []
         try:
             for decoder in self._decoders:
@@ -181,9 +176,8 @@ class Session(Bound):
             attend.restore(decoder.config)
 
     def _listeners(self) -> list[ModalityWatch | RotaryRecorder | CallWatch | ChangeWatch]:
-        recorders = (before.recorder for before in self._before_rope.values())
         modality = [] if self._modality is None else [self._modality]
-        return [*modality, *recorders, *self._calls.values(), *self._changes.values()]
+        return [*modality, *(one for each in self._listening.values() for one in each.listeners)]
 
     def _before(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments(decoder, args, kwargs)
@@ -224,16 +218,7 @@ class Session(Bound):
         if not evictable:
             self.cannot_act("it has no full-attention layer to evict from")
             return None
-        key = id(decoder)
-        run = CacheRun(
-            self.policy,
-            evictable,
-            self,
-            before_rope=self._before_rope.get(key),
-            calls=self._calls.get(key),
-            repeat=self._repeaters.get(key),
-            change=self._changes.get(key),
-        )
+        run = CacheRun(self.policy, evictable, self, self._listening[id(decoder)])
         take_over(cache, evictable, run)
         run.report.left_alone = [index for index in range(len(cache.layers)) if index not in evictable]
         return run
@@ -247,7 +232,7 @@ class Session(Bound):
         if run is None:
             raise InactiveSessionError("adopt: expected a cache that a session has evicted from")
         seen = max(layer.seen for layer in evicting_layers(cache))
-        run.move(self, self._before_rope.get(id(self._decoders[0])), seen)
+        run.move(self, self._listening[id(self._decoders[0])], seen)
         self.report = run.report
 
     def cannot_act(self, reason: str) -> None:
