@@ -23,8 +23,9 @@ class DynamicKVLayers:
     """Beside the protected slots, layers keep in proportion to how many of the best scores of all layers are theirs.
 
     As many scores are best as there are slots to share out. The layers read so far hold what they have among the best
-    of those; in the paper they are cut every few layers, here after each. Scores have to mean the same in all layers,
-    as those of attention do: each query shares out 1.
+    of those; in the authors' code they are cut after every fourth layer, here after each. Scores have to mean the same
+    in all layers, as those of attention do: each query shares out 1. Fractions go to the first layers, in the code to
+    the last.
 
     Args:
         most: how many times the mean a layer may keep.
@@ -39,11 +40,11 @@ class DynamicKVLayers:
 
     name = "dynamic-kv"
     stage = "layers"
-    source = "DynamicKV, arXiv 2412.14838"
+    source = "DynamicKV, arXiv 2412.14838, and its code"
     formula = "K_l = protected + (sum of what is not) * |best scores in l| / |best scores|"
     cost = "time O(n log n + L^2 K), memory O(n + L K)"
     needs = Needs()
-    most: Annotated[float, Ge(1), Le(1000)] = 4
+    most: Annotated[float, Ge(1), Le(1000)] = 10
 
     def __call__(self, tokens: Tensor, available: Tensor, layers: int) -> Tensor:
         """Return int64 ``[B, layers]``, all alike: nothing is known of the layers yet."""
