@@ -6,6 +6,7 @@ score tree -> budget (how many, per layer and head) -> select (which) -> evicted
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -136,8 +137,13 @@ class Policy:
         if self.budget.tokens is not None and self.decode is not None and self.decode.grace > self.budget.tokens:
             message = f"expected at most the budget of {self.budget.tokens}"
             raise SettingError(self.name, [(("decode", "grace"), "value_error", message, self.decode.grace)])
-        # Asked here, it says here which of its parts cannot be had together.
-        _ = self.needs
+        if self.needs.call and self.needs.late:
+            late = self.needs.of_prompts
+            message = (
+                f"expected no part that needs {Needs(call=True).words}, gone with the layer, beside one that needs "
+                f"{replace(late, call=False).words}, there once all layers have read the prompt"
+            )
+            raise SettingError(self.name, [(("score",), "value_error", message, self.score.name)])
         readers = (*walk(self.score), self.evicted, self.select)
         if self.decode is not None:
             # What a layer budget has read of the prompt goes on: its shares.
@@ -151,10 +157,9 @@ class Policy:
     def _require_prompt_alone(self, setting: str, expected: str, found: object, readers: Iterable[object]) -> None:
         """Raise where one of `readers` reads what only an eviction of a whole prompt has."""
         for node in readers:
-            needs: Needs = getattr(node, "needs", Needs())
-            if needs.call or needs.late:
-                alone = Needs(call=needs.call, repetition=needs.repetition, change=needs.change).words
-                why = f"with {node!r}, which needs {alone}, there for a whole prompt alone"
+            alone = getattr(node, "needs", Needs()).of_prompts
+            if alone != Needs():
+                why = f"with {node!r}, which needs {alone.words}, there for a whole prompt alone"
                 raise SettingError(self.name, [((setting,), "value_error", f"{expected} {why}", found)])
 
     @property

@@ -15,7 +15,14 @@ from transformers.cache_utils import DynamicCache
 from watching import SEEN
 
 import kvpolicy
-from kvpolicy.errors import ContextError, PluginError, PolicyError, UnsupportedModelError, ViewError
+from kvpolicy.errors import (
+    ContextError,
+    InactiveSessionError,
+    PluginError,
+    PolicyError,
+    UnsupportedModelError,
+    ViewError,
+)
 from kvpolicy.plugin import settings
 from kvpolicy.policy import Budget, Policy
 from kvpolicy.scorers.kvzip import KVzip
@@ -187,8 +194,80 @@ def test_a_repetition_that_fails_leaves_what_was_read() -> None:
     model.model.layers[1].mlp.register_forward_pre_hook(fail)
     with repeating().on(model), pytest.raises(RuntimeError, match="on purpose"):
         forward(model, tokens(1, 60), cache, None)
-    assert {layer.seen for layer in evicting_layers(cache)} == {60}
-    assert all(layer.padded()[0].shape[2] == 60 for layer in evicting_layers(cache))
+        assert {layer.seen for layer in evicting_layers(cache)} == {60}
+        assert all(layer.padded()[0].shape[2] == 60 for layer in evicting_layers(cache))
+        with pytest.raises(InactiveSessionError, match="left half-written by a forward pass that failed"):
+            forward(model, tokens(1, 1), cache, None)
+
+
+def test_a_prompt_of_which_a_part_was_decoded_is_refused() -> None:
+    """As after a block that an exception has left: what was told of its tokens is not of all that are cached."""
+    for policy in (kvpolicy.load("kvzip", budget=24), kvpolicy.load("squeeze", budget=24)):
+        model, ids, cache = tiny(), tokens(1, 60), DynamicCache()
+        with policy.on(model) as run:
+            with pytest.raises(KeyboardInterrupt), run.prompt():
+                forward(model, ids[:, :30], cache, None)
+                raise KeyboardInterrupt
+            forward(model, ids[:, 30:31], cache, None)
+            with refused("expected parts of one prompt, got one behind 31 tokens of which some were decoded"):
+                forward(model, ids[:, 31:], cache, None)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "falcon_h1"])
+def test_gradients_may_be_on(name: str) -> None:
+    if name in ("qwen3_next", "falcon_h1") and not installed(">=5.6"):
+        pytest.skip("this release of transformers has no such layers")
+    model = tiny_model(next(case for case in cases() if case.model_type == name))
+    with repeating(ASKED).on(model):
+        logits = model(tokens(1, 40) % 32).logits
+    logits.sum().backward()
+    assert SEEN and all(view.repetition.requires_grad is False for view in SEEN)
+
+
+def test_it_is_repeated_as_it_was_read_under_autocast() -> None:
+    model, cache = tiny(), DynamicCache()
+    with repeating(ASKED).on(model) as run, run.prompt(), torch.autocast("cpu", dtype=torch.bfloat16):
+        forward(model, tokens(1, 40), cache, None)
+        within = torch.is_autocast_enabled("cpu")
+    assert within and cache.layers[0].kept == [[24, 24]] and cache.layers[0].values.dtype == torch.bfloat16
+
+
+def test_rows_of_padding_alone() -> None:
+    model, ids = tiny(), tokens(2, 40)
+    with repeating().on(model):
+        model(ids, attention_mask=torch.zeros_like(ids))
+    assert not any(view.repetition.any() for view in SEEN)
+
+
+ROPE: dict[str, dict[str, Any]] = {
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 64},
+    "dynamic": {"original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rope_that_turns_a_repetition_otherwise_is_refused(kind: str) -> None:
+    rope = {"rope_theta": 1e4, "rope_type": kind, "factor": 2.0, **ROPE[kind]}
+    model = tiny(dtype=torch.float64, max_position_embeddings=128, rope_parameters=rope)
+    with repeating().on(model):
+        says = "within the 64 positions .* got up to 40 more" if kind == "longrope" else "dynamic RoPE"
+        with refused(f"LlamaModel: expected to repeat a prompt .*{says}"):
+            forward(model, tokens(1, 40), DynamicCache(), None)
+    for length in (30, 80) if kind == "longrope" else ():
+        with repeating().on(model):
+            forward(model, tokens(1, length), DynamicCache(), None)
+        got = torch.stack([view.repetition[0] for view in SEEN])
+        torch.testing.assert_close(got, expected(model, tokens(1, length)[0], PLAIN).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_positions_that_end_are_refused_and_a_smaller_chunk_fits() -> None:
+    model = tiny("gpt2", max_position_embeddings=100)
+    says = "60 tokens within the 100 positions .* got up to 60 more: set a smaller `chunk`"
+    with repeating().on(model), refused(says):
+        forward(model, tokens(1, 60), DynamicCache(), None)
+    with repeating(Repetition(chunk=20)).on(model):
+        forward(model, tokens(1, 60), DynamicCache(), None)
+    assert len(SEEN) == 3
 
 
 def refused(match: str) -> Any:
@@ -206,6 +285,9 @@ def test_what_cannot_be_repeated_is_refused() -> None:
         with refused("needs a repetition of the prompt, .* one that reads 4 tokens more: generate without drafts"):
             repetitive = ids[:, :8].repeat(1, 6)
             model.generate(repetitive, prompt_lookup_num_tokens=4, max_new_tokens=8, pad_token_id=0)
+    says = "GPT2Model: to repeat .* and nothing that goes with them, got token_type_ids"
+    with repeating().on(model := tiny("gpt2")), refused(says):
+        model(ids, token_type_ids=torch.zeros_like(ids))
 
 
 def test_a_second_turn_is_refused_and_a_fork_takes_it() -> None:
@@ -233,12 +315,19 @@ def test_keys_that_are_derived_are_refused() -> None:
         ({"decode": {"every": 4}}, "decode: expected none with KVzip.*, which needs a repetition of the prompt"),
         ({"prefill": "chunks"}, r"prefill: expected \\?'whole\\?' with KVzip.* got \"chunks\""),
         ({"score": {"chunk": 0}}, "score.chunk: .* got 0"),
+        ({"budget": {"tokens": 50, "layers": "squeeze"}, "extends": "critical-kv"}, "gone with the layer, beside one"),
         ({"score": {"instruction": [-1]}}, "score.instruction.* got -1"),
     ],
 )
 def test_settings_that_never_work_are_refused(setting: dict[str, Any], match: str) -> None:
     with pytest.raises(PolicyError, match=match):
-        kvpolicy.load("kvzip", **setting)
+        kvpolicy.load({"name": "x", "extends": "kvzip", **setting})
+
+
+def test_ids_of_another_vocabulary_are_refused_when_the_session_is_made() -> None:
+    policy = kvpolicy.load("kvzip", score={"suffix": [3, 128]})
+    with refused("scorer 'kvzip': expected ids of a vocabulary of 128, got 128"):
+        policy.on(tiny())
 
 
 def test_two_ways_to_repeat_are_refused_when_the_policy_is_made() -> None:

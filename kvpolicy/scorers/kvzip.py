@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge
 from torch import Tensor
 
+from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.hookspecs import hookimpl
 from kvpolicy.plugin import settings
 from kvpolicy.types import LayerView, Needs, Repetition
@@ -59,6 +60,20 @@ class KVzip:
         """A repetition of the prompt."""
         how = Repetition(self.chunk, self.instruction, self.continuation, self.lead, self.suffix, self.sinks)
         return Needs(repetition=how)
+
+    def check_model(self, config: Any) -> None:
+        """Raise where a decoder with this config does not know the ids.
+
+        Raises:
+            UnsupportedModelError: when one is not in its vocabulary.
+        """
+        size = getattr(config, "vocab_size", None)
+        largest = max((*self.instruction, *self.continuation, *self.suffix), default=0)
+        if size is not None and largest >= size:
+            raise UnsupportedModelError(
+                f"scorer 'kvzip': expected ids of a vocabulary of {size}, got {largest}: instruction, continuation and "
+                "suffix are ids of the model's own tokenizer"
+            )
 
     def __call__(self, view: LayerView) -> Tensor:
         """Return float32 ``[B, Hkv, T]``, in [0, 1], higher means more attended to."""

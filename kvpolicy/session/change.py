@@ -37,9 +37,9 @@ class ChangeWatch(Bound):
     """Compares each token before a layer's attention with itself after it, cosine similarity, in passes over a prompt.
 
     Before is what the decoder layer is called with; after is that and what its attention module gives, whatever the
-    layer makes of it: a norm (Gemma 2, OLMo 2) or a factor (Granite) that comes between is left out, and of a layer
-    whose MLP runs beside its attention (GPT-J) the MLP is. On the ranks of a tensor-parallel model the attention module
-    gives the sum over all of them, so that each rank comes to the same.
+    layer makes of it: a norm (Gemma 2, OLMo 2) or a factor (Granite) that comes between is left out, and so is an MLP
+    (GPT-J) or a mixer (Falcon-H1) that runs beside the attention. On the ranks of a tensor-parallel model the attention
+    module gives the sum over all of them, so that each rank comes to the same.
 
     Args:
         decoder: whose layers they are.

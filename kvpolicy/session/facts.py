@@ -20,26 +20,29 @@ class Text:
     Args:
         ids: int64 ``[B, q]``.
         positions: int64 ``[B, q]``; None where the model counts by itself.
+        autocast: the dtype of the autocast that they were read under; None where there was none.
     """
 
     ids: Tensor
     positions: Tensor | None
+    autocast: torch.dtype | None = None
 
     def join(self, other: Text) -> Text:
         """Return these tokens and `other` behind them."""
         both = None
         if self.positions is not None and other.positions is not None:
             both = torch.cat([self.positions, other.positions], dim=1)
-        return Text(torch.cat([self.ids, other.ids], dim=1), both)
+        return Text(torch.cat([self.ids, other.ids], dim=1), both, other.autocast)
 
     def take_rows(self, rows: Tensor) -> Text:
         """Return the batch rows `rows` (int64), which may repeat."""
         rows = rows.to(self.ids.device)
-        return Text(self.ids[rows], None if self.positions is None else self.positions[rows])
+        return replace(self, ids=self.ids[rows], positions=None if self.positions is None else self.positions[rows])
 
     def crop(self, count: int) -> Text:
         """Return the first `count` tokens."""
-        return Text(self.ids[:, :count], None if self.positions is None else self.positions[:, :count])
+        positions = None if self.positions is None else self.positions[:, :count]
+        return replace(self, ids=self.ids[:, :count], positions=positions)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,12 @@ class Facts:
             for layer, new in change.items()
         }
         return replace(self, change=both)
+
+    @property
+    def gathered(self) -> set[int]:
+        """Of how many tokens of the prompt there is text, and what a layer's attention changes."""
+        text = set() if self.text is None else {self.text.ids.shape[1]}
+        return text | {each.shape[1] for each in self.change.values()}
 
     def take_rows(self, rows: Tensor) -> Facts:
         """Return the facts of the batch rows `rows` (int64), which may repeat."""

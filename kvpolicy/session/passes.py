@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvpolicy.capture import visible_columns
 from kvpolicy.report import LayerRecord
-from kvpolicy.session.facts import Text
 from kvpolicy.session.waiting import Waiting
 from kvpolicy.session.when import Prompt
 from kvpolicy.step import Left
@@ -24,7 +23,7 @@ class Pass:
         mask: the model's attention mask.
         prompt: what is known of the prompt it belongs to.
         modality: int8 ``[B, q]``, what each of its tokens is, where the policy needs it.
-        text: its tokens, where the policy needs them.
+        given: what the decoder is called with, by name, where the policy needs it.
         new: its tokens; None before its first layer.
         decoding: whether it comes after the prompt.
         point: tokens seen when it evicts, None where it does not.
@@ -39,7 +38,7 @@ class Pass:
     mask: Any
     prompt: Prompt
     modality: Tensor | None = None
-    text: Text | None = None
+    given: dict[str, Any] | None = None
     new: int | None = None
     decoding: bool = False
     point: int | None = None

@@ -112,8 +112,9 @@ class Reading:
         if policy.needs.call:
             return f"the policy reads {Needs(call=True).words}, which does not outlive the pass. Use policy.compress"
         if policy.needs.late:
-            late = Needs(repetition=policy.needs.repetition, change=policy.needs.change)
-            return f"the policy reads {late.words}, which a reading does not hold. Use policy.compress"
+            return (
+                f"the policy reads {policy.needs.of_prompts.words}, which a reading does not hold. Use policy.compress"
+            )
         if self.derived and not policy.trivial:
             return "the model derives its keys from what it caches, during the pass alone. Use policy.compress"
         if self._needs | policy.needs != self._needs:

@@ -23,6 +23,9 @@ from kvpolicy.step import Attended, forget
 from kvpolicy.store.layer import EvictingLayer
 from kvpolicy.types import LayerView, Repetition
 
+_REPEATED = ("input_ids", "attention_mask", "position_ids", "cache_position")
+"""Of the tensors that a decoder is called with, those that a repetition has of its own."""
+
 
 class Repeater:
     """Has a decoder repeat the prompt that a cache holds, from which nothing has been evicted.
@@ -40,15 +43,22 @@ class Repeater:
         """Return the tokens that the decoder is called with.
 
         Raises:
-            UnsupportedModelError: when it is called with something else.
+            UnsupportedModelError: when it is called with something else, which a repetition would be without.
         """
         ids, positions = given.get("input_ids"), given.get("position_ids")
         what = f"{type(self._decoder).__name__}: to repeat its prompt, expected"
         if ids is None:
-            raise UnsupportedModelError(f"{what} token ids, got embeddings, as with pictures")
+            raise UnsupportedModelError(
+                f"{what} token ids, got embeddings: a model that takes pictures makes them of any prompt"
+            )
         if positions is not None and positions.ndim != 2:
             raise UnsupportedModelError(f"{what} one position a token, got position_ids {list(positions.shape)}")
-        return Text(ids, None if positions is None else positions.expand(len(ids), -1))
+        others = [name for name, value in given.items() if isinstance(value, Tensor) and name not in _REPEATED]
+        if others:
+            raise UnsupportedModelError(f"{what} token ids and nothing that goes with them, got {', '.join(others)}")
+        device = ids.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return Text(ids, None if positions is None else positions.expand(len(ids), -1), autocast)
 
     def __call__(self, cache: Cache, text: Text, visible: Tensor | None) -> dict[int, Tensor]:
         """Return by layer the most attention that each token was paid, float32 ``[B, Hkv, T]``; 0 for padding.
@@ -62,14 +72,31 @@ class Repeater:
         """
         there = torch.ones_like(text.ids, dtype=torch.bool) if visible is None else visible.to(text.ids.device)
         rows = [_Row(ids[own].tolist(), own.nonzero()[:, 0]) for ids, own in zip(text.ids, there, strict=True)]
-        found: dict[int, Tensor] = {}
+        found = {layer.index: _nothing_yet(layer) for layer in evicting_layers(cache) if layer.seen}
         turns = [self._how.inputs(row.ids) for row in rows]
+        self._check_length(text, max(len(asked) for each in turns for asked in [*each, []]))
+        autocast = torch.autocast(text.ids.device.type, dtype=text.autocast, enabled=text.autocast is not None)
         for turn in range(max(map(len, turns))):
             inputs = [each[turn] if turn < len(each) else [] for each in turns]
             parts = [row.part(turn, self._how, asked) for row, asked in zip(rows, inputs, strict=True)]
-            with _aside(cache, _Listener(parts, found, plain=visible is None)), torch.no_grad():
+            with _aside(cache, _Listener(parts, found, plain=visible is None)), torch.no_grad(), autocast:
                 self._decoder.forward(**self._arguments(inputs, text, visible), **{cache_name(self._decoder): cache})
         return found
+
+    def _check_length(self, text: Text, longest: int) -> None:
+        """Raise where the model would read what it repeats in another way than the prompt, or not at all."""
+        config, read = self._decoder.config, text.ids.shape[1]
+        kinds, limit = _rope(config)
+        what = f"{type(self._decoder).__name__}: expected to repeat"
+        if "dynamic" in kinds:
+            raise UnsupportedModelError(f"{what} a prompt without turning keys by how much is read (dynamic RoPE)")
+        if not kinds:
+            limit = getattr(config, "max_position_embeddings", None)
+        if limit is not None and read <= limit < read + longest:
+            raise UnsupportedModelError(
+                f"{what} a prompt of {read} tokens within the {limit} positions that it reads like the prompt, got up "
+                f"to {longest} more: set a smaller `chunk`, or use another policy"
+            )
 
     def _arguments(self, inputs: Sequence[list[int]], text: Text, visible: Tensor | None) -> dict[str, Any]:
         # Padded behind: what comes later changes nothing of what is before it, and is not looked at.
@@ -150,7 +177,7 @@ class _Listener:
         self._seen.add(layer.index)
         keys, query = layer.padded()[0], attended.query
         held = keys.shape[2] - query.shape[2]
-        found = self._found.setdefault(layer.index, keys.new_zeros(*keys.shape[:2], held, dtype=torch.float32))
+        found = self._found[layer.index]
         with torch.autocast(keys.device.type, enabled=False):
             for row, part in enumerate(self._parts):
                 if part.length:
@@ -184,10 +211,12 @@ def _paid(keys: Tensor, query: Tensor, held: int, part: _Part, scaling: float | 
 def _aside(cache: Cache, listener: _Listener) -> Iterator[None]:
     """Let `listener` own the evicting layers of a cache; leave all of its layers as they were before."""
     evicting = evicting_layers(cache)
-    before = [(layer, layer.owner, layer.window, layer.seen, copy.deepcopy(layer.beside)) for layer in evicting]
-    others = [layer if isinstance(layer, EvictingLayer) else copy.deepcopy(layer) for layer in cache.layers]
+    before = [(layer, layer.owner, layer.window, layer.seen, layer.beside) for layer in evicting]
+    layers = cache.layers
+    cache.layers = [layer if isinstance(layer, EvictingLayer) else _copied(layer) for layer in layers]
     for layer in evicting:
         layer.owner = listener
+        vars(layer).update(_detached(layer.beside))
     try:
         yield
     finally:
@@ -196,5 +225,34 @@ def _aside(cache: Cache, listener: _Listener) -> Iterator[None]:
                 layer.store.drop_last(layer.seen - seen)
             layer.owner, layer.window, layer.seen = owner, window, seen
             vars(layer).update(beside)
-        cache.layers = others
+        cache.layers = layers
         forget()
+
+
+def _copied(layer: Any) -> Any:
+    copied = copy.copy(layer)
+    vars(copied).update(_detached(vars(layer)))
+    return copied
+
+
+def _detached(held: Any) -> Any:
+    """Return a copy of tensors and what holds them, of which no gradient is taken."""
+    if isinstance(held, Tensor):
+        return held.detach().clone()
+    if isinstance(held, dict):
+        return {name: _detached(each) for name, each in held.items()}
+    return [_detached(each) for each in held] if isinstance(held, list) else held
+
+
+def _nothing_yet(layer: EvictingLayer) -> Tensor:
+    keys = layer.padded()[0]
+    return keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+
+
+def _rope(config: Any) -> tuple[set[str], int | None]:
+    """Return the kinds of RoPE of a decoder with this config, and, of longrope, up to where keys are turned alike."""
+    given = getattr(config, "rope_parameters", None) or {}
+    every = [given] if "rope_type" in given else [each for each in given.values() if isinstance(each, dict)]
+    kinds = {str(each.get("rope_type", "default")) for each in every}
+    limits = [each.get("original_max_position_embeddings") for each in every if each.get("rope_type") == "longrope"]
+    return kinds, next((limit for limit in limits if limit is not None), None)

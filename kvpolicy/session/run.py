@@ -13,7 +13,7 @@ from kvpolicy.errors import ContextError, InactiveSessionError, UnsupportedModel
 from kvpolicy.policy import Policy
 from kvpolicy.report import LayerRecord, Report
 from kvpolicy.session.evictor import Evictor, apart
-from kvpolicy.session.facts import Facts
+from kvpolicy.session.facts import Facts, Text
 from kvpolicy.session.layers import evicting_layers, lengths
 from kvpolicy.session.listening import Listening
 from kvpolicy.session.parallel import HeadGroup
@@ -146,8 +146,8 @@ class CacheRun:
             raise InactiveSessionError(
                 "this cache was left half-written by a forward pass that failed: start again with an empty one"
             )
-        text = None if self._listening.repeat is None else self._listening.repeat.text(given)
-        self._pass = Pass(mask, prompt if self._ended is None else Prompt(end=self._ended), modality, text)
+        kept = None if self._listening.repeat is None else given
+        self._pass = Pass(mask, prompt if self._ended is None else Prompt(end=self._ended), modality, kept)
         if self._listening.before_rope is not None:
             self._listening.before_rope.recorder.begin(self._evictor.facts.rotary)
         if self._listening.change is not None:
@@ -202,7 +202,7 @@ class CacheRun:
             if self.policy.late and not now.decoding:
                 self._wait_for_all(now, layer, end)
             now.new = new
-            self._evictor.facts = self._evictor.facts.extended(now.modality, None if now.decoding else now.text)
+            self._evictor.facts = self._evictor.facts.extended(now.modality, self._text(now))
         elif now.new != new:
             raise UnsupportedModelError(
                 f"layer {layer.index}: expected the {now.new} new tokens of this pass, got {new}: it does not cache "
@@ -213,9 +213,17 @@ class CacheRun:
             return None
         return now.point - layer.seen
 
+    def _text(self, now: Pass) -> Text | None:
+        """Return the tokens of a pass over a part of the prompt, where the policy needs them."""
+        given, now.given = now.given, None
+        if self._listening.repeat is None or given is None or now.decoding:
+            return None
+        return self._listening.repeat.text(given)
+
     def _wait_for_all(self, now: Pass, layer: EvictingLayer, end: int) -> None:
         """Have a pass over a part of the prompt evict nothing until all layers have read it."""
-        what = f"policy '{self.policy.name}' needs {self.policy.needs.words}, once all layers have read the prompt"
+        needs, start = self.policy.needs.of_prompts.words, layer.seen
+        what = f"policy '{self.policy.name}' needs {needs}, once all layers have read the prompt"
         if now.point is not None and now.point < end:
             raise UnsupportedModelError(
                 f"{what}: expected a pass that ends with the prompt, got one that reads {end - now.point} tokens more: "
@@ -225,6 +233,11 @@ class CacheRun:
             raise UnsupportedModelError(
                 f"{what}: expected a prompt in an empty cache, got one behind {layer.settled_at} tokens that have been "
                 "evicted from: read what follows one token at a time, or use policy.compress and ask a fork"
+            )
+        if start and self._evictor.facts.gathered != {start}:
+            raise UnsupportedModelError(
+                f"{what}: expected parts of one prompt, got one behind {start} tokens of which some were decoded: read "
+                "all parts within one `with run.prompt():`, into an empty cache"
             )
         now.ends, now.point = now.point is not None, None
 
@@ -280,6 +293,8 @@ class CacheRun:
         if read is None or read.point is not None:
             return
         read.prompt = Prompt()
+        # Until it is over: what fails meanwhile leaves the cache half-written.
+        self._pass = read
         if self._listening.repeat is not None and self._evictor.facts.text is not None:
             visible = read.visible(self._evictor.facts.text.ids.shape[1])
             with self.report.stopwatch.time("capture", self._evictor.facts.text.ids.device):
@@ -289,12 +304,16 @@ class CacheRun:
                 self._settle(layer, read)
             self.report.layers[layer.index] = record(layer)
         self._evictor.repeated, self._evictor.facts = {}, replace(self._evictor.facts, text=None, change={})
+        self._pass = None
 
     def _settle(self, layer: EvictingLayer, read: Pass) -> None:
         if layer.shared:
+            advice = "read the prompt in one pass, or declare `prefill: chunks`"
+            if self.policy.late:
+                advice = f"use a policy that does not need {self.policy.needs.of_prompts.words}"
             raise UnsupportedModelError(
-                f"layer {layer.index}: its keys are derived from what it caches, so that it evicts within a pass "
-                "only: read the prompt in one pass, or declare `prefill: chunks`"
+                f"layer {layer.index}: its keys are derived from what it caches, so that it evicts within a pass only: "
+                f"{advice}"
             )
         with apart(layer.padded()[0].device):
             self._evictor.evict(layer, read, layer.seen, None, self.owner.peers)

@@ -102,6 +102,11 @@ class Needs:
         return self.repetition is not None or self.change
 
     @property
+    def of_prompts(self) -> Needs:
+        """What of it is there for a whole prompt alone."""
+        return Needs(call=self.call, repetition=self.repetition, change=self.change)
+
+    @property
     def words(self) -> str:
         """What is read, in words.
 
