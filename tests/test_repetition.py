@@ -191,11 +191,13 @@ def test_a_repetition_that_fails_leaves_what_was_read() -> None:
         if len(calls) == 2:
             raise RuntimeError("on purpose")
 
-    model.model.layers[1].mlp.register_forward_pre_hook(fail)
-    with repeating().on(model), pytest.raises(RuntimeError, match="on purpose"):
-        forward(model, tokens(1, 60), cache, None)
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with repeating().on(model):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            forward(model, tokens(1, 60), cache, None)
         assert {layer.seen for layer in evicting_layers(cache)} == {60}
         assert all(layer.padded()[0].shape[2] == 60 for layer in evicting_layers(cache))
+        handle.remove()
         with pytest.raises(InactiveSessionError, match="left half-written by a forward pass that failed"):
             forward(model, tokens(1, 1), cache, None)
 
