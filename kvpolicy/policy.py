@@ -137,13 +137,20 @@ class Policy:
         if self.budget.tokens is not None and self.decode is not None and self.decode.grace > self.budget.tokens:
             message = f"expected at most the budget of {self.budget.tokens}"
             raise SettingError(self.name, [(("decode", "grace"), "value_error", message, self.decode.grace)])
+        ways = {node.needs.repetition for node in walk(self.score)} - {None}
+        if len(ways) > 1:
+            message = f"expected one way to repeat the prompt: give its scorers the same settings, got {len(ways)}"
+            raise SettingError(self.name, [(("score",), "value_error", message, self.score.name)])
         if self.needs.call and self.needs.late:
             late = self.needs.of_prompts
             message = (
                 f"expected no part that needs {Needs(call=True).words}, gone with the layer, beside one that needs "
                 f"{replace(late, call=False).words}, there once all layers have read the prompt"
             )
-            raise SettingError(self.name, [(("score",), "value_error", message, self.score.name)])
+            layers = self.budget.layers
+            late_layers = getattr(layers, "needs", Needs()).late
+            at, found = (("budget", "layers"), layers.name) if late_layers else (("score",), self.score.name)
+            raise SettingError(self.name, [(at, "value_error", message, found)])
         readers = (*walk(self.score), self.evicted, self.select)
         if self.decode is not None:
             # What a layer budget has read of the prompt goes on: its shares.
@@ -154,12 +161,12 @@ class Policy:
             message = f"expected a score with an importance, which '{self.score.name}' has not"
             raise SettingError(self.name, [(("budget", "heads", "by"), "value_error", message, "importance")])
 
-    def _require_prompt_alone(self, setting: str, expected: str, found: object, readers: Iterable[object]) -> None:
+    def _require_prompt_alone(self, setting: str, expected: str, found: object, readers: Iterable[Any]) -> None:
         """Raise where one of `readers` reads what only an eviction of a whole prompt has."""
         for node in readers:
             alone = getattr(node, "needs", Needs()).of_prompts
             if alone != Needs():
-                why = f"with {node!r}, which needs {alone.words}, there for a whole prompt alone"
+                why = f"with '{node.name}', which needs {alone.words}, there for a whole prompt alone"
                 raise SettingError(self.name, [((setting,), "value_error", f"{expected} {why}", found)])
 
     @property

@@ -33,7 +33,8 @@ class SqueezeLayers:
     Nothing is evicted before all layers have read the whole prompt. Which slots a layer keeps, the score says.
 
     Args:
-        p: what share of the mean a squeezed layer keeps. The authors found 0.3 to 0.4 best.
+        p: what share of the mean a squeezed layer keeps; more where the others, being few, cannot hold what it frees.
+            The authors found 0.3 to 0.4 best.
         groups: how many clusters.
 
     Two of four layers hardly change what goes through them, and there are 20 slots for each:

@@ -255,7 +255,7 @@ def keeps_nothing(plugin: Any) -> None:
     scores_of(plugin, view)
     for name, tensor in _vectors(other).items():
         _vectors(view)[name].copy_(tensor)
-    for name in ("modality", "repetition"):
+    for name in ("modality", "repetition", "similarity"):
         getattr(view, name).copy_(getattr(other, name))
     if not torch.equal(scores_of(plugin, view), want):
         raise ConformanceError("expected new scores for other numbers in the same tensors: it keeps what it has seen")
@@ -342,6 +342,7 @@ def heads(plugin: Any) -> None:
         **ordered,
         queries=_vectors(view)["queries"][rows][:, queries],
         query_positions=view.query_positions[rows],
+        similarity=view.similarity[rows],  # type: ignore[index]
         seen=view.seen[rows],
     )
     message = "expected that heads and rows in another order give the same scores in that order"
