@@ -348,9 +348,9 @@ def refused(match: str) -> Any:
     [
         (
             {"decode": Decode(every=4)},
-            r"decode: expected none with Watching\(.*\), which needs how little each layer's",
+            r"decode: expected none with 'watching', which needs how little each layer's",
         ),
-        ({"prefill": "chunks"}, r"prefill: expected 'whole' with Watching\(.*\), which needs how little each layer's"),
+        ({"prefill": "chunks"}, r"prefill: expected 'whole' with 'watching', which needs how little each layer's"),
     ],
     ids=["decode", "prefill"],
 )
@@ -361,7 +361,7 @@ def test_a_score_that_reads_it_is_of_a_whole_prompt(settings: dict[str, Any], ma
 
 def test_a_budget_that_reads_it_may_decode_but_not_evict_by_chunks() -> None:
     kvpolicy.load("squeeze", decode={"every": 4})
-    with pytest.raises(PolicyError, match=r"prefill: expected 'whole' with SqueezeLayers\(.*there for a whole prompt"):
+    with pytest.raises(PolicyError, match=r"prefill: expected 'whole' with 'squeeze', .*there for a whole prompt"):
         kvpolicy.load("squeeze", prefill="chunks")
 
 

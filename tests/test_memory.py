@@ -39,7 +39,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def named(name: str) -> Policy:
-    return kvpolicy.load(name, budget=None if name == "full" else 64)
+    # What is repeated at once attends to all of the prompt: as many tokens of either.
+    chunk = {"score": {"chunk": 128}} if name == "kvzip" else {}
+    return kvpolicy.load(name, budget=None if name == "full" else 64, **chunk)
 
 
 def of_a_prompt(subject: Subject, policy: Policy, tokens: int) -> tuple[int, int, int]:
