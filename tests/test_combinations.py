@@ -14,6 +14,7 @@ import torch
 from filters import some_filters
 
 import kvpolicy
+from kvpolicy.errors import PolicyError
 from kvpolicy.registry import registry
 from kvpolicy.testing.models import tiny
 
@@ -45,6 +46,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Of those that have to be told something."""
 OF_SCORES = {"by-modality": {"inside": "key-norm", "outside": "value-norm"}}
 OF_SELECTORS = {"by-modality": {"shares": {"text": 1.0}}}
+APART = [("score", "critical-kv"), ("score", "expected-attention")], ("layers", "squeeze")
+"""Scores that need what the attention module is called with, and a budget that waits until all layers have read."""
+REFUSED = {frozenset([score, APART[1]]) for score in APART[0]}
 UPPER = ("threshold",)
 """To these, the budget is an upper bound."""
 
@@ -62,18 +66,20 @@ def pairs_of(row: dict[str, str]) -> set[Any]:
 def rows() -> Iterator[dict[str, str]]:
     """Return policies, plugins by place, in which each two plugins of different places meet."""
     found = candidates()
-    left = set().union(
+    every = set().union(
         *(
             {frozenset([(one, a), (two, b)]) for a, b in product(found[one], found[two])}
             for one, two in combinations(found, 2)
         )
     )
+    left = every - REFUSED
     while left:
         row = dict(sorted(min(left, key=lambda pair: sorted(pair))))
         for place in found:
             # Of what goes there, that which meets the most it has not met.
+            fit = [name for name in found[place] if not pairs_of({**row, place: name}) & REFUSED]
             row[place] = row.get(place) or max(
-                found[place], key=lambda name, place=place: len(pairs_of({**row, place: name}) & left)
+                fit, key=lambda name, place=place: len(pairs_of({**row, place: name}) & left)
             )
         yield row
         left -= pairs_of(row)
@@ -96,7 +102,14 @@ def test_each_two_plugins_meet() -> None:
     met = set().union(*map(pairs_of, ROWS))
     for (one, names), (two, others) in combinations(candidates().items(), 2):
         assert names and others
-        assert {frozenset([(one, a), (two, b)]) for a, b in product(names, others)} <= met
+        assert {frozenset([(one, a), (two, b)]) for a, b in product(names, others)} <= met | REFUSED
+    assert not met & REFUSED
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: "-".join(sorted(name for _, name in pair)))
+def test_two_that_cannot_go_together_are_refused_with_the_reason(pair: frozenset[tuple[str, str]]) -> None:
+    with pytest.raises(PolicyError, match=r"budget.layers: expected no part that .*, gone with the layer, beside"):
+        kvpolicy.load(declared({**ROWS[0], **dict(pair)}))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row[place] for place in PLACES))

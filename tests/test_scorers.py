@@ -27,6 +27,7 @@ from kvpolicy.scorers.h2o import H2O
 from kvpolicy.scorers.key_diff import KeyDiff
 from kvpolicy.scorers.key_norm import KeyNorm
 from kvpolicy.scorers.keyformer import Keyformer
+from kvpolicy.scorers.kvzip import KVzip
 from kvpolicy.scorers.lag_kv import LagKV
 from kvpolicy.scorers.leverage import Leverage
 from kvpolicy.scorers.manifold_kv import ManifoldKV
@@ -248,6 +249,7 @@ def test_every_built_in_says_what_it_is() -> None:
             assert re.match(r"time O\(.+?\), memory O\(.+?\)($|[,;] )", cls.cost), entry.name
             assert entry.kind != "scorer" or cls.role in ("importance", "diversity", "other")
     built = {entry.value for entry in registry().entries("scorer") if entry.origin.startswith("kvpolicy ")}
-    # What a model or a file has to be read for is compared in test_zoo_attention.py and test_zoo_q_filters.py.
-    assert built == {type(scorer) for scorer in ONLY} | {ExpectedAttention, QFilters}, "a scorer without a twin"
+    # What a model or a file has to be read for: test_zoo_attention, test_zoo_q_filters, test_repetition.
+    elsewhere = {ExpectedAttention, QFilters, KVzip}
+    assert built == {type(scorer) for scorer in ONLY} | elsewhere, "a scorer without a twin"
     assert not any(children(scorer) for scorer in ONLY)
