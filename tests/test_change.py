@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from releases import installed
 from test_readings import passes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -114,6 +115,8 @@ def made(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("name", ["cohere", "gptj", "olmo2", "granite", "gpt_neox"])
 def test_other_decoder_layers(name: str) -> None:
     """An MLP beside attention, norms behind it, a factor, another name: what the attention module gives counts."""
+    if name == "gptj" and installed("==5.2.*"):
+        pytest.skip("this release of transformers has it attend by itself")
     model, ids = made(name).double(), torch.randint(1, 60, (2, PROMPT))
     layers = next(each for each in model.modules() if isinstance(each, nn.ModuleList))
     before: dict[int, Tensor] = {}
@@ -176,6 +179,7 @@ def test_a_prompt_of_several_passes(side: str) -> None:
     expect(SEEN, by_hand(model, ids, mask))
 
 
+@pytest.mark.skipif(installed("==5.2.*"), reason="5.2 reads other tokens where it reads a prompt in chunks")
 def test_generate_reads_a_prompt_in_chunks() -> None:
     model, ids = tiny(dtype=torch.float64), tokens(1)
     with watching().on(model):
