@@ -141,11 +141,12 @@ class Policy:
         if len(ways) > 1:
             message = f"expected one way to repeat the prompt: give its scorers the same settings, got {len(ways)}"
             raise SettingError(self.name, [(("score",), "value_error", message, self.score.name)])
-        if self.needs.call and self.needs.late:
-            late = self.needs.of_prompts
+        needs = self.needs
+        if needs.call and needs.late:
+            late = replace(needs.of_prompts, call=False)
             message = (
                 f"expected no part that needs {Needs(call=True).words}, gone with the layer, beside one that needs "
-                f"{replace(late, call=False).words}, there once all layers have read the prompt"
+                f"{late.words}, there once all layers have read the prompt"
             )
             layers = self.budget.layers
             late_layers = getattr(layers, "needs", Needs()).late

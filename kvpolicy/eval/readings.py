@@ -42,7 +42,7 @@ class Readings:
         reading = self._held.get(key)
         if reading is not None and reading.serves(policy):
             return reading.compress(policy)
-        if policy.needs.call or policy.needs.late or (reading is not None and reading.derived):
+        if policy.needs != policy.needs.lasting or (reading is not None and reading.derived):
             return policy.compress(self._model, inputs, question)
         self._policies.append(policy)
         reading = read(self._model, inputs, question, policies=self._policies)

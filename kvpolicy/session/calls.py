@@ -88,25 +88,27 @@ class CallWatch(Bound):
                 f"'{_HIDDEN}': use a policy whose scorers do not need them (`call`)"
             )
         hidden, turned = given[_HIDDEN], given[_TURNED]
-        if not _by_token(hidden, read):
+        if not by_token(hidden, read):
             raise UnsupportedModelError(
-                f"{type(module).__name__}: expected {_HIDDEN} [B, {read}, size], got {_shown(hidden)}"
+                f"{type(module).__name__}: expected {_HIDDEN} [B, {read}, size], got {shown(hidden)}"
             )
         if turned is None:
             return Call(module, hidden[:, :end])
-        if not (isinstance(turned, tuple) and len(turned) == 2 and all(_by_token(part, read) for part in turned)):
+        if not (isinstance(turned, tuple) and len(turned) == 2 and all(by_token(part, read) for part in turned)):
             raise UnsupportedModelError(
-                f"{type(module).__name__}: expected {_TURNED} (cos, sin), each [B, {read}, size], got {_shown(turned)}"
+                f"{type(module).__name__}: expected {_TURNED} (cos, sin), each [B, {read}, size], got {shown(turned)}"
             )
         cos, sin = (part[:, :end].expand(len(hidden), -1, -1) for part in turned)
         return Call(module, hidden[:, :end], (cos, sin))
 
 
-def _by_token(tensor: Any, count: int) -> bool:
+def by_token(tensor: Any, count: int) -> bool:
+    """Return whether `tensor` is one vector a token, ``[B, count, size]``."""
     return isinstance(tensor, Tensor) and tensor.ndim == 3 and tensor.shape[1] == count
 
 
-def _shown(given: Any) -> str:
+def shown(given: Any) -> str:
+    """Return what an error says that a module was called with: shapes of tensors, or what it is instead."""
     if isinstance(given, tuple):
-        return f"({', '.join(_shown(part) for part in given)})"
+        return f"({', '.join(shown(part) for part in given)})"
     return str(list(given.shape)) if isinstance(given, Tensor) else type(given).__name__

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvpolicy.attention import LIMIT
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.session.bound import Bound
+from kvpolicy.session.calls import by_token, shown
 from kvpolicy.session.decoder import arguments
 
 _HIDDEN = "hidden_states"
@@ -126,8 +127,8 @@ class ChangeWatch(Bound):
             return
         before: Any = self._now.entered.get(self._layers[module])
         added = output[0] if isinstance(output, tuple) else output
-        if not (_by_token(added, new) and getattr(before, "shape", None) == added.shape):
-            raise self._unsupported(module, f"{_shown(before)} and {_shown(added)} of {new} tokens")
+        if not (by_token(added, new) and getattr(before, "shape", None) == added.shape):
+            raise self._unsupported(module, f"{shown(before)} and {shown(added)} of {new} tokens")
         with torch.no_grad():
             self._now.found[index] = _similarity(before, added)
 
@@ -163,11 +164,3 @@ def _similarity(before: Tensor, added: Tensor) -> Tensor:
         one = one.to(exact).clamp(-LIMIT, LIMIT)
         found.append(cosine_similarity(one, one + other.to(one).clamp(-LIMIT, LIMIT), dim=-1))
     return torch.cat(found, dim=1).clamp(-1, 1).float()
-
-
-def _by_token(tensor: Any, count: int) -> bool:
-    return isinstance(tensor, Tensor) and tensor.ndim == 3 and tensor.shape[1] == count
-
-
-def _shown(given: Any) -> str:
-    return str(list(given.shape)) if isinstance(given, Tensor) else type(given).__name__

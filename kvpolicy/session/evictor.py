@@ -55,13 +55,22 @@ class Evictor:
         """Know of the tokens what another one knows, whose cache this one's is a copy of."""
         self.facts, self.hidden, self.notes = other.facts, other.hidden, other.notes
 
+    def take_rows(self, rows: Tensor) -> None:
+        """Know of the batch rows `rows` (int64), which may repeat."""
+        self.facts = self.facts.take_rows(rows)
+        if self.hidden is not None:
+            self.hidden = self.hidden[rows.to(self.hidden.device)]
+        if self.notes is not None:
+            self.notes = self.notes[rows.to(self.notes.device)]
+
+    def crop(self, count: int) -> None:
+        """Know of the first `count` tokens alone; of none, nothing."""
+        self.facts = self.facts.crop(count) if count else Facts()
+        if not count:
+            self.hidden = self.notes = None
+
     def evict(
-        self,
-        layer: EvictingLayer,
-        now: Pass,
-        point: int,
-        attended: Attended | None,
-        peers: HeadGroup | None,
+        self, layer: EvictingLayer, now: Pass, point: int, attended: Attended | None, peers: HeadGroup | None
     ) -> None:
         """Have a layer keep what the policy decides of what it holds.
 

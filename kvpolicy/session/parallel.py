@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvpolicy.compat import shared_out_unseen
 from kvpolicy.errors import PluginError, UnsupportedModelError
 from kvpolicy.types import LayerView
+from kvpolicy.types.view import BY_SLOT
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,7 @@ class HeadGroup:
 
 
 # What a rank does not tell of its heads.
-_APART = (
-    *("keys", "values", "queries", "query_positions", "positions", "pre_rope_keys", "modality", "call"),
-    "repetition",
-)
+_APART = (*(name for name in BY_SLOT if name not in ("valid", "candidates")), "queries", "query_positions", "call")
 
 
 class _Whole(LayerView):

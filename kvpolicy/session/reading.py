@@ -66,8 +66,7 @@ def read(model: nn.Module, inputs: Any, question: Any = None, *, policies: Seque
         raise PolicyError("policies: expected at least one, got none")
     # What an attention module is called with does not outlive the pass, nor what it changes, and a repetition is not
     # done for all.
-    lasting = (replace(policy.needs, call=False, repetition=None, change=False) for policy in policies)
-    needs = functools.reduce(operator.or_, lasting)
+    needs = functools.reduce(operator.or_, (policy.needs.lasting for policy in policies))
     given = told(decoder_of(model), inputs, question)
     reader = Policy(name="reading", score=_Reads(recorded=needs), budget=Budget(tokens=2**31))
     with reader.on(model) as session, session.unfinished():

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class Repeater:
         rows = [_Row(ids[own].tolist(), own.nonzero()[:, 0]) for ids, own in zip(text.ids, there, strict=True)]
         found = {layer.index: _nothing_yet(layer) for layer in evicting_layers(cache) if layer.seen}
         turns = [self._how.inputs(row.ids) for row in rows]
-        self._check_length(text, max(len(asked) for each in turns for asked in [*each, []]))
+        self._check_length(text, max(map(len, chain.from_iterable(turns)), default=0))
         autocast = torch.autocast(text.ids.device.type, dtype=text.autocast, enabled=text.autocast is not None)
         for turn in range(max(map(len, turns))):
             inputs = [each[turn] if turn < len(each) else [] for each in turns]

@@ -295,10 +295,11 @@ class CacheRun:
         read.prompt = Prompt()
         # Until it is over: what fails meanwhile leaves the cache half-written.
         self._pass = read
-        if self._listening.repeat is not None and self._evictor.facts.text is not None:
-            visible = read.visible(self._evictor.facts.text.ids.shape[1])
-            with self.report.stopwatch.time("capture", self._evictor.facts.text.ids.device):
-                self._evictor.repeated = self._listening.repeat(cache, self._evictor.facts.text, visible)
+        text = self._evictor.facts.text
+        if self._listening.repeat is not None and text is not None:
+            visible = read.visible(text.ids.shape[1])
+            with self.report.stopwatch.time("capture", text.ids.device):
+                self._evictor.repeated = self._listening.repeat(cache, text, visible)
         for layer in evicting_layers(cache):
             if not self.policy.trivial and layer.seen:
                 self._settle(layer, read)
@@ -352,11 +353,7 @@ class CacheRun:
     def took_rows(self, layer: EvictingLayer, rows: Tensor) -> None:
         """Take note that the layer's batch is now its rows `rows`."""
         if layer.index == next(iter(self._depth)):
-            self._evictor.facts = self._evictor.facts.take_rows(rows)
-            if self._evictor.hidden is not None:
-                self._evictor.hidden = self._evictor.hidden[rows.to(self._evictor.hidden.device)]
-            if self._evictor.notes is not None:
-                self._evictor.notes = self._evictor.notes[rows.to(self._evictor.notes.device)]
+            self._evictor.take_rows(rows)
             if self._read is not None:
                 self._read.take_rows(rows, layer.seen)
         self.report.layers[layer.index] = record(layer)
@@ -364,9 +361,9 @@ class CacheRun:
     def cropped(self, layer: EvictingLayer) -> None:
         """Take note that the layer has lost its last tokens."""
         if layer.index == next(iter(self._depth)):
-            self._evictor.facts = self._evictor.facts.crop(layer.seen) if layer.seen else Facts()
+            self._evictor.crop(layer.seen)
             if not layer.seen:
-                self._ended = self._evictor.hidden = self._evictor.notes = self._pass = None
+                self._ended = self._pass = None
         self.report.layers[layer.index] = record(layer)
 
 

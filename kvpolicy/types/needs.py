@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 import torch
@@ -105,6 +105,11 @@ class Needs:
     def of_prompts(self) -> Needs:
         """What of it is there for a whole prompt alone."""
         return Needs(call=self.call, repetition=self.repetition, change=self.change)
+
+    @property
+    def lasting(self) -> Needs:
+        """What of it is there whenever a layer evicts: all but that."""
+        return replace(self, call=False, repetition=None, change=False)
 
     @property
     def words(self) -> str:

@@ -158,7 +158,7 @@ class LayerView:
         """
         # A reader's limits do not stand in the way here: what it is given has them again.
         whole = {field.name: object.__getattribute__(self, field.name) for field in fields(LayerView)}
-        part = {name: whole[name][row : row + 1, heads][:, :, slots] for name in _BY_SLOT if whole[name] is not None}
+        part = {name: whole[name][row : row + 1, heads][:, :, slots] for name in BY_SLOT if whole[name] is not None}
         if whole["queries"] is not None:
             first, end, _ = heads.indices(self.kv_heads)
             group = whole["queries"].shape[1] // self.kv_heads
@@ -237,7 +237,8 @@ class _LimitedView(LayerView):
         return self.queries.shape[1] // self.kv_heads  # type: ignore[union-attr]
 
 
-_BY_SLOT = ("keys", "values", "valid", "positions", "candidates", "pre_rope_keys", "modality", "repetition")
+BY_SLOT = ("keys", "values", "valid", "positions", "candidates", "pre_rope_keys", "modality", "repetition")
+"""What a view holds of each slot of each head, where it holds it at all."""
 
 # What of a view has to be declared -> by which need, and -> the tensor that holds it.
 _DECLARED = {

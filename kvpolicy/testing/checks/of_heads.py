@@ -13,6 +13,7 @@ from kvpolicy.errors import ConformanceError
 from kvpolicy.testing.checks.tools import alone, expect_on_device, expect_untouched, tensors_of
 from kvpolicy.testing.views import make_view
 from kvpolicy.types import LayerView
+from kvpolicy.types.view import BY_SLOT
 
 TOKENS = (1, 6, 11, 24, 200)
 """Budgets tried, in slots a KV head, of heads with up to 24 slots."""
@@ -139,8 +140,7 @@ def heads(budget: Any) -> None:
     """Heads in another order get the same lengths in that order."""
     view, scores = _scored()
     order = torch.tensor([2, 0, 1])
-    names = ("keys", "values", "valid", "candidates", "positions", "pre_rope_keys", "modality", "repetition")
-    ordered: dict[str, Any] = {name: getattr(view, name)[:, order] for name in names}
+    ordered: dict[str, Any] = {name: getattr(view, name)[:, order] for name in BY_SLOT}
     moved = replace(view, queries=None, **ordered)
     got = budget(moved, scores[:, order], _rows(11, view))
     want = budget(view, scores, _rows(11, view))[:, order]

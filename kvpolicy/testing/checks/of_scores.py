@@ -26,6 +26,7 @@ from kvpolicy.testing.checks.tools import (
 )
 from kvpolicy.testing.views import make_view
 from kvpolicy.types import LayerView
+from kvpolicy.types.view import BY_SLOT
 
 CASES: dict[str, dict[str, Any]] = {
     "grouped queries": {"heads": (6, 2)},
@@ -335,8 +336,7 @@ def heads(plugin: Any) -> None:
     view = view_for(plugin, heads=(6, 3))
     order, queries = torch.tensor([2, 0, 1]), torch.tensor([4, 5, 0, 1, 2, 3])
     rows = torch.tensor([1, 2, 0])
-    by_head = ("keys", "values", "valid", "candidates", "positions", "pre_rope_keys", "modality", "repetition")
-    ordered: dict[str, Any] = {name: getattr(view, name)[rows][:, order] for name in by_head}
+    ordered: dict[str, Any] = {name: getattr(view, name)[rows][:, order] for name in BY_SLOT}
     moved = replace(
         view,
         **ordered,
@@ -354,8 +354,9 @@ def permutation(plugin: Any) -> None:
     view = view_for(plugin, sinks=1, recent=2)
     view = replace(view, query_positions=torch.full_like(view.query_positions, view.slots - 1))
     order = torch.randperm(view.slots, generator=torch.Generator().manual_seed(0))
-    by_slot = ("keys", "values", "valid", "candidates", "pre_rope_keys", "modality", "repetition")
-    ordered: dict[str, Any] = {name: getattr(view, name)[:, :, order] for name in by_slot}
+    # Those stay: they rise in each head, whatever its slots hold.
+    moving = (name for name in BY_SLOT if name != "positions")
+    ordered: dict[str, Any] = {name: getattr(view, name)[:, :, order] for name in moving}
     moved = replace(view, **ordered)
     message = (
         "expected that slots in another order give the same scores in that order; where a slot's place is meant to "
