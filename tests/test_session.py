@@ -335,6 +335,20 @@ def test_beams_reorder_the_cache(model: PreTrainedModel) -> None:
         assert score(beams) >= score(greedy) - 1e-4
 
 
+def test_an_emptied_cache_knows_nothing_of_the_prompt_before(model: PreTrainedModel) -> None:
+    """Neither what was padding, so that the mask of the next prompt is a plain one, nor how layers shared."""
+    cache, mask = DynamicCache(), torch.ones(2, 60, dtype=torch.int64)
+    mask[0, :9] = 0
+    with kvpolicy.load("cake", budget=40).on(model):
+        forward(model, tokens(2, 60), cache, mask)
+        run = cache.layers[0].owner
+        assert run._evictor.hidden is not None and run._evictor.notes is not None
+        cache.reset()
+        assert run._evictor.hidden is None and run._evictor.notes is None
+        forward(model, tokens(2, 60), cache, torch.ones_like(mask))
+        assert run.plain
+
+
 def test_reset_makes_a_cache_new(model: PreTrainedModel, evicted: DynamicCache) -> None:
     evicted.reset()
     assert evicted.get_seq_length() == 0
