@@ -164,8 +164,8 @@ def centroid(vectors: Tensor, mask: Tensor) -> Tensor:
     >>> centroid(keys, torch.tensor([[[True, True, False]]])).tolist()
     [[[[2.0]]]]
     """
-    # Not a product with the mask: slots outside it may hold anything, nan too.
-    total = vectors.where(mask[..., None], 0).sum(-2, keepdim=True)
+    # Slots outside the mask may hold anything, nan too, whose product with 0 is nan. `where` takes twice the time.
+    total = (vectors.nan_to_num(0, 0, 0) * mask[..., None]).sum(-2, keepdim=True)
     return total / mask.sum(-1)[..., None, None].clamp(min=1)
 
 

@@ -144,13 +144,14 @@ def _one_by_one(implementation: str, step: Step, query: Tensor, mask: Mask, kwar
 
 
 def _head_by_head(step: Step, query: Tensor, scaling: float | None) -> Tensor:
-    # Each KV head's own slots, its group's queries side by side: on a CPU faster than padding the heads to one length.
+    # Each KV head's own slots: on a CPU faster than padding the heads to one length. The queries of its group stand as
+    # heads, among which threads share the work out.
     batch, query_heads, _, size = query.shape
     keys, values = step.store.heads()
-    groups = query.reshape(len(keys), -1, size).unbind(0)
+    group = batch * query_heads // len(keys)
+    queries = query.reshape(len(keys), 1, group, 1, size)
     outputs = [
-        # Four axes, as of fewer it takes its slow way.
-        scaled_dot_product_attention(group[None, None], k[None, None], v[None, None], scale=scaling)
-        for group, k, v in zip(groups, keys, values, strict=True)
+        scaled_dot_product_attention(q, k.expand(1, group, -1, -1), v.expand(1, group, -1, -1), scale=scaling)
+        for q, k, v in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(outputs).view(batch, 1, query_heads, -1)

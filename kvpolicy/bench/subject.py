@@ -27,6 +27,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
     },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "model_type": "llama",
         "hidden_size": 48,

@@ -31,7 +31,9 @@ def bench(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(help="Instead of a model, one of this shape with random weights: llama-3.1-8b or tiny."),
+        typer.Option(
+            help="Instead of a model, one of this shape with random weights: llama-3.1-8b, smollm2-135m or tiny."
+        ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="How many layers the shape is cut to.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="What the model's numbers are stored in.")] = Dtype.FLOAT32,
