@@ -12,6 +12,11 @@ from kvpolicy.types import LayerView
 # Components beyond this would overflow the float32 product of a query and a key; no model's come near it.
 LIMIT = 1e15
 """What components of queries and keys are bounded by."""
+BLOCK = 2**22
+"""How many numbers of attention are held at once, where one head or query has no more: 16 MiB.
+
+What takes over 32 MiB, glibc gives back to the system each time, and gets it page by page.
+"""
 
 
 def window_attention(view: LayerView) -> Tensor:
@@ -30,8 +35,19 @@ def window_attention(view: LayerView) -> Tensor:
     >>> (window_attention(view) * 12).round().tolist()
     [[[[5.0, 5.0, 2.0]]]]
     """
-    attention, weights = each_query(view)
+    count = _heads_at_once(view)
+    every = range(view.kv_heads)
+    return torch.cat([_mean_of_heads(view, slice(first, first + count)) for first in every[::count]], dim=1)
+
+
+def _mean_of_heads(view: LayerView, heads: slice) -> Tensor:
+    attention, weights = _of_heads(view, heads)
     return (weights[:, :, None, None] @ attention).squeeze(-2)
+
+
+def _heads_at_once(view: LayerView) -> int:
+    batch, query_heads, window, _ = view.queries.shape  # type: ignore[union-attr]
+    return max(1, BLOCK * view.kv_heads // max(1, batch * query_heads * window * view.slots))
 
 
 def each_query(view: LayerView) -> tuple[Tensor, Tensor]:
@@ -48,14 +64,19 @@ def each_query(view: LayerView) -> tuple[Tensor, Tensor]:
     >>> (attention * 6).round().tolist(), weights.tolist()
     ([[[[[3.0, 3.0, 0.0], [2.0, 2.0, 2.0]]]]], [[[0.5, 0.5]]])
     """
+    return _of_heads(view, slice(None))
+
+
+def _of_heads(view: LayerView, heads: slice) -> tuple[Tensor, Tensor]:
+    """Return the same of some KV heads."""
     # In float32 whatever the dtype: logits rounded to bfloat16 move the attention itself by per cents.
     queries = view.queries.float().clamp(-LIMIT, LIMIT) * view.scaling  # type: ignore[union-attr]
-    queries = rearrange(queries, "b (h g) w d -> b h (g w) d", h=view.kv_heads)
-    logits = queries @ view.keys.float().clamp(-LIMIT, LIMIT).mT
+    queries = rearrange(queries, "b (h g) w d -> b h (g w) d", h=view.kv_heads)[:, heads]
+    logits = queries @ view.keys[:, heads].float().clamp(-LIMIT, LIMIT).mT
     logits = rearrange(logits, "b h (g w) t -> b h g w t", g=view.group)
 
-    past = view.positions[:, :, None] <= view.query_positions[:, None, :, None]
-    seen = view.valid[:, :, None] & past  # [B, Hkv, W, T]
+    past = view.positions[:, heads, None] <= view.query_positions[:, None, :, None]
+    seen = view.valid[:, heads, None] & past  # [B, Hkv, W, T]
     exists = seen.any(-1)
     # Not -inf: a query that sees nothing would be nan; it is uniform instead, and weighs nothing below.
     attention = logits.masked_fill_(~seen[:, :, None], torch.finfo(torch.float32).min).softmax(-1)
@@ -95,4 +116,4 @@ def pooled(attention: Tensor, view: LayerView, kernel: int, pooling: str = "avg"
     return torch.empty_like(attention).scatter_(-1, order, found.view(attention.shape)).mean(2)
 
 
-__all__ = ["LIMIT", "each_query", "pooled", "variance", "window_attention"]
+__all__ = ["BLOCK", "LIMIT", "each_query", "pooled", "variance", "window_attention"]

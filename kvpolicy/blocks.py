@@ -9,11 +9,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kvpolicy.attention import LIMIT
+from kvpolicy.attention import BLOCK, LIMIT
 from kvpolicy.types import LayerView
-
-_NUMBERS = 2**24
-"""How many logits a block holds at most, unless one query alone has more: 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,8 @@ class Block:
 def attention_blocks(view: LayerView) -> Iterator[Block]:
     """Return the queries of a view in blocks, oldest first, each with its logits.
 
+    A block holds 16 MiB of logits at most, unless those of one query are more.
+
     Args:
         view: with queries and keys, both declared in the scorer's `needs`.
 
@@ -51,7 +50,7 @@ def attention_blocks(view: LayerView) -> Iterator[Block]:
     """
     keys = view.keys.where(view.valid[..., None], 0).float().clamp(-LIMIT, LIMIT).mT
     batch, heads, window, _ = view.queries.shape  # type: ignore[union-attr]
-    size = max(1, _NUMBERS // (batch * heads * view.group * view.slots))
+    size = max(1, BLOCK // (batch * heads * view.slots))
     for start in range(0, window, size):
         positions = view.query_positions[:, start : start + size]
         exists = (positions >= 0)[:, None, :, None]

@@ -35,7 +35,7 @@ def subject() -> Subject:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scorers that read all attention read it in blocks: let one be full at the shorter of the prompts already."""
-    monkeypatch.setattr("kvpolicy.blocks._NUMBERS", 2**15)
+    monkeypatch.setattr("kvpolicy.blocks.BLOCK", 2**15)
 
 
 def named(name: str) -> Policy:

@@ -15,7 +15,8 @@ from twins import blank, heads, slots
 from views import make_view
 
 import kvpolicy
-from kvpolicy import blocks
+from kvpolicy import attention, blocks
+from kvpolicy.attention import window_attention
 from kvpolicy.combiners.fixed import Fixed
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.policy import Budget, Decode, Policy
@@ -171,7 +172,7 @@ def assert_same(kept: list[int], want: Tensor) -> None:
 def test_it_keeps_what_its_twin_keeps(
     name: str, shape: tuple[int, int], size: int, length: int, padding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_NUMBERS", 8000)  # many blocks, the last one not full
+    monkeypatch.setattr(blocks, "BLOCK", 8000)  # many blocks, the last one not full
     scorer, twin = ZOO[name]
     view = make_view(length, batch=2, heads=shape, sizes=(size, size), slots=length, window=length, padding=padding)
     policy = Policy(name="test", score=scorer, budget=Budget(tokens=length // 4), select=TopK(sinks=0, recent=0))
@@ -186,7 +187,7 @@ def test_it_keeps_what_its_twin_keeps(
 def test_no_more_than_a_block_is_held_of_the_attention_of_all_queries(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_NUMBERS", 2**17)
+    monkeypatch.setattr(blocks, "BLOCK", 2**17)
     scorer = ZOO[name][0]
     views = [make_view(batch=1, heads=(2, 1), sizes=(16, 16), slots=n, window=n) for n in (1024, 2048)]
     small, large = (peak(lambda view=view: scorer(view)) for view in views)
@@ -331,3 +332,16 @@ def test_a_chunk_far_longer_than_the_prompt_takes_no_more_memory() -> None:
     view = make_view(slots=40, window=40, heads=(4, 2))
     scores = NonCausalAttention(chunk_size=10**9)(view.limit(NonCausalAttention.needs, "test"))
     assert bool(scores[view.valid].isfinite().all())
+
+
+@pytest.mark.parametrize("padding", ["none", "ragged"])
+def test_the_attention_of_a_window_is_found_for_some_heads_at_a_time(
+    padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = make_view(heads=(10, 5), slots=200, sizes=(16, 16), window=64, padding=padding)
+    whole = window_attention(view)
+    before = peak(lambda: window_attention(view))
+    # Two of the five, so that one is left over.
+    monkeypatch.setattr(attention, "BLOCK", 2 * len(view.keys) * view.group * 64 * view.slots)
+    torch.testing.assert_close(window_attention(view), whole)
+    assert peak(lambda: window_attention(view)) < before / 2
