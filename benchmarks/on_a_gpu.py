@@ -40,8 +40,8 @@ def differences(device: str) -> Iterator[tuple[str, str]]:
     ids = torch.randint(100, (1, PROMPT + NEXT), generator=torch.Generator().manual_seed(0))
     for name in shipped():
         policy = load(name, budget=BUDGET)
+        kept, logits = _run(tiny(), policy, ids)
         try:
-            kept, logits = _run(tiny(), policy, ids)
             there, others = _run(tiny().to(device), policy, ids.to(device))
         except Exception as error:  # whatever it is, the others are to be checked as well
             yield name, f"{type(error).__name__}: {error}"
@@ -75,7 +75,7 @@ def bandwidth(device: str, size: int) -> float:
 
 
 def _wait(device: str) -> None:
-    if device == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
 
 
@@ -109,15 +109,19 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Also write every measurement into this file.")] = None,
 ) -> None:
     """Check, then time; exit with 1 where a policy does something else than on the CPU."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter(f"--device {device}: torch finds no GPU here; --device cpu tries the script itself")
+    if out is not None:
+        out.touch()
+    settings = Settings(sorted(int(word) for word in contexts.split(",")), runs, tokens=64, every=64)
+    chosen = [load(name, budget=keep) for name in policies.split(",")]
+    subject = made_up(shape, layers=layers, tokens=settings.longest, dtype=torch.bfloat16, device=device)
     console = Console(width=160)
     wrong = 0
     for name, found in differences(device):
         wrong += bool(found)
         console.print(f"{name}: {found or 'as on the CPU'}", markup=False)
-    lengths = sorted(int(word) for word in contexts.split(","))
-    settings = Settings(lengths, runs, tokens=64, every=64)
-    subject = made_up(shape, layers=layers, tokens=settings.longest, dtype=torch.bfloat16, device=device)
-    record = measure(subject, [load(name, budget=keep) for name in policies.split(",")], settings)
+    record = measure(subject, chosen, settings)
     if out is not None:
         write_record(record, out)
     console.print(machine(record.about), markup=False)

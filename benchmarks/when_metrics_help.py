@@ -77,6 +77,8 @@ def measure(content: Content, samples: int, kept: int) -> list[dict[str, Any]]:
     for inputs, after in track(list(_prompts(content, reader, samples)), "samples", console=Console(stderr=True)):
         whole = views(model, inputs, Needs(queries=after + WINDOW, pre_rope=True))
         read = [_before(view, after) for view in whole]
+        if kept >= read[0].slots:
+            raise typer.BadParameter(f"--kept: expected fewer slots than the prompt has, {read[0].slots}, got {kept}")
         plans = {name: policy.plan(read) for name, policy in policies.items()}
         found.append(
             {
@@ -221,10 +223,12 @@ def _table(title: str, columns: Iterable[str]) -> Table:
 def main(
     content: Annotated[Content, typer.Option(help="What the prompt is made of.")] = Content.PROSE,
     samples: Annotated[int, typer.Option(min=2, help="How many prompts.")] = 10,
-    kept: Annotated[int, typer.Option(min=1, help="Slots kept a KV head.")] = 128,
+    kept: Annotated[int, typer.Option(min=SINKS + RECENT + 1, help="Slots kept a KV head.")] = 128,
     out: Annotated[Path | None, typer.Option(help="Also write what was found in each sample here, as JSON.")] = None,
 ) -> None:
     """Print the tables."""
+    if out:
+        out.touch()
     found = measure(content, samples, kept)
     console = Console()
     console.width = max(console.width, 250)

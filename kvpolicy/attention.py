@@ -13,7 +13,7 @@ from kvpolicy.types import LayerView
 LIMIT = 1e15
 """What components of queries and keys are bounded by."""
 BLOCK = 2**22
-"""How many numbers of attention are held at once, where one head or query has no more: 16 MiB.
+"""How many logits are found at once, where one head or query has no more: 16 MiB.
 
 What takes over 32 MiB, glibc gives back to the system each time, and gets it page by page.
 """
@@ -70,9 +70,10 @@ def each_query(view: LayerView) -> tuple[Tensor, Tensor]:
 def _of_heads(view: LayerView, heads: slice) -> tuple[Tensor, Tensor]:
     """Return the same of some KV heads."""
     # In float32 whatever the dtype: logits rounded to bfloat16 move the attention itself by per cents.
-    queries = view.queries.float().clamp(-LIMIT, LIMIT) * view.scaling  # type: ignore[union-attr]
+    queries: Tensor = view.queries  # type: ignore[assignment]
     queries = rearrange(queries, "b (h g) w d -> b h (g w) d", h=view.kv_heads)[:, heads]
-    logits = queries @ view.keys[:, heads].float().clamp(-LIMIT, LIMIT).mT
+    queries, keys = (part.float().clamp(-LIMIT, LIMIT) for part in (queries, view.keys[:, heads]))
+    logits = queries * view.scaling @ keys.mT
     logits = rearrange(logits, "b h (g w) t -> b h g w t", g=view.group)
 
     past = view.positions[:, heads, None] <= view.query_positions[:, None, :, None]

@@ -165,7 +165,7 @@ def centroid(vectors: Tensor, mask: Tensor) -> Tensor:
     [[[[2.0]]]]
     """
     # Slots outside the mask may hold anything, nan too, whose product with 0 is nan. `where` takes twice the time.
-    total = vectors.nan_to_num(0, 0, 0).mul_(mask[..., None]).sum(-2, keepdim=True)
+    total = vectors.float().nan_to_num(0, 0, 0).mul_(mask[..., None]).sum(-2, keepdim=True)
     return total / mask.sum(-1)[..., None, None].clamp(min=1)
 
 

@@ -192,7 +192,14 @@ def test_the_command_measures_in_processes_and_goes_on(spec: BenchSpec, tmp_path
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "kvpolicy", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell that runs the tests in the background has them ignore SIGINT, and all that they start.
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 @pytest.mark.slow
