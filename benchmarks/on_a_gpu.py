@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from kvpolicy import load
 from kvpolicy.bench.measure import Settings, measure
 from kvpolicy.bench.record import Record, write_record
+from kvpolicy.bench.rounds import wait
 from kvpolicy.bench.show import Table, machine, summary, tables
 from kvpolicy.bench.subject import made_up
 from kvpolicy.eval.grid import shipped
@@ -66,17 +67,12 @@ def bandwidth(device: str, size: int) -> float:
     there = torch.empty_like(here)
     seconds = []
     for _ in range(10):
-        _wait(device)
+        wait(here.device)
         started = time.perf_counter()
         there.copy_(here)
-        _wait(device)
+        wait(here.device)
         seconds.append(time.perf_counter() - started)
     return 2 * size / statistics.median(seconds)
-
-
-def _wait(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
 
 
 def shares(record: Record, weights: int, reached: float) -> Table:

@@ -36,8 +36,8 @@ def window_attention(view: LayerView) -> Tensor:
     [[[[5.0, 5.0, 2.0]]]]
     """
     count = _heads_at_once(view)
-    every = range(view.kv_heads)
-    return torch.cat([_mean_of_heads(view, slice(first, first + count)) for first in every[::count]], dim=1)
+    starts = range(0, view.kv_heads, count)
+    return torch.cat([_mean_of_heads(view, slice(start, start + count)) for start in starts], dim=1)
 
 
 def _mean_of_heads(view: LayerView, heads: slice) -> Tensor:

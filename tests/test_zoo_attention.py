@@ -194,6 +194,12 @@ def test_no_more_than_a_block_is_held_of_the_attention_of_all_queries(
     assert large < 2.2 * small
 
 
+def test_a_block_of_queries_is_as_large_as_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = make_view(batch=2, heads=(6, 2), slots=40, window=25)
+    monkeypatch.setattr(blocks, "BLOCK", 2 * 6 * 40 * 10)
+    assert [block.logits.shape[3] for block in blocks.attention_blocks(view)] == [10, 10, 5]
+
+
 def test_tova_gives_heads_that_hold_other_tokens_one_score_a_token() -> None:
     keys = torch.zeros(1, 2, 2, 1)
     positions = torch.tensor([[[0, 2], [1, 2]]], dtype=torch.int32)

@@ -102,16 +102,17 @@ def read_tokens(
 def timed(subject: Subject, ids: Tensor, cache: DynamicCache) -> float:
     """Return the seconds of `forward`, the device's work included and the garbage collector's left out."""
     with _no_collection():
-        _wait(subject)
+        wait(subject.ids.device)
         started = time.perf_counter()
         forward(subject.model, ids, cache)
-        _wait(subject)
+        wait(subject.ids.device)
         return time.perf_counter() - started
 
 
-def _wait(subject: Subject) -> None:
-    if subject.ids.device.type == "cuda":
-        torch.cuda.synchronize(subject.ids.device)
+def wait(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextmanager
